@@ -1,0 +1,190 @@
+"""Small frozen specifications, one per component: what a component needs to know and nothing else.
+
+They are built once from the flat public config (`wan_trainer.config.resolve`), so that no component reads a
+config key and no key is read in two places. All paths are absolute, every `auto` is resolved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Family = Literal["ti2v-5b", "i2v-a14b", "t2v-1.3b", "t2v-a14b"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+TransitionKind = Literal["flowcps", "dancegrpo", "flowgrpo"]
+Device = Literal["cuda", "cpu"]
+Experts = Literal["both", "high", "low"]
+LrSchedule = Literal["cosine", "linear_warmup", "constant"]
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """Low-rank adapters: rank, alpha, module name suffixes, and an optional expert or module prefix."""
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+    module_prefix: str | None
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The model directory and how it is loaded.
+
+    load_dtype "auto": float32 for what is trained, the checkpoint's dtype for what is frozen.
+    train_experts matters for two-expert families only.
+    """
+
+    path: Path
+    family: Family
+    device: Device
+    load_dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    param_dtype: Dtype
+    reduce_dtype: Dtype
+    train_experts: Experts
+    lora: LoraSpec | None
+    negative_prompt: str
+    gradient_checkpointing: bool
+    attention_backend: str
+    disable_cudnn_sdp: bool
+    use_liger_kernel: bool
+    compile_backend: str | None
+    compile_mode: str | None
+    offload_inference_models: bool
+    fsdp: bool
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """The dataset and the order of its stream. `fps` is frames a second of the rollout video."""
+
+    dataset_json: Path
+    dataset_size: int | None
+    num_frames: int
+    height: int
+    width: int
+    fps: int
+    shuffle: bool
+    shuffle_seed: int
+    num_workers: int
+    prefetch_factor: int
+    persistent_workers: bool
+
+
+@dataclass(frozen=True)
+class SamplerSpec:
+    """How a rollout is drawn. eta_range, if set, replaces eta by one uniform draw per prompt group and step."""
+
+    kind: TransitionKind
+    eta: float
+    eta_range: tuple[float, float] | None
+    num_steps: int
+    flow_shift: float | None
+    cfg_scale: float
+    share_group_init_noise: bool
+    replay_ratio: float
+    trajectory_dtype: Dtype
+    seed: int
+
+
+@dataclass(frozen=True)
+class GrpoSpec:
+    """The GRPO objective. clip_range is for on-policy rollouts, stale_clip_range for rollouts of an older policy."""
+
+    group_size: int
+    sample_batch_size: int
+    train_sample_batch_size: int
+    clip_range: float
+    stale_clip_range: float
+    depth: int
+    kl_coeff: float
+    adv_clip_max: float
+    updates_per_rollout: int
+    ratio_gate_tolerance: float
+    sync_each_backward: bool
+    reward_max_error_rate: float
+    fail_on_reward_error: bool
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """AdamW and its schedule. warmup_steps and horizons count optimizer updates."""
+
+    learning_rate: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+    warmup_steps: int
+    lr_schedule: LrSchedule
+    gradient_accumulation_steps: int
+    max_nonfinite_steps: int
+    ema_decay: float
+
+
+@dataclass(frozen=True)
+class RuleRewardSpec:
+    """The external rule evaluator (contract in docs/rewards.md). Counts are per rank; times in seconds."""
+
+    evalkit_dir: Path
+    source_sha256: str
+    easyocr_module_path: Path | None
+    device: str
+    fps: int
+    prepared_width: int
+    prepared_height: int
+    prepare_crf: int
+    max_duration_s: float
+    workers: int
+    threads_per_worker: int
+    use_process_pool: bool
+    max_pending_jobs: int
+    timeout_s: float
+    unsupported_score: float | None
+    task_specific_only: bool
+    tmp_dir: Path
+    keep_tmp: bool
+    fast_decode: bool
+    weights: tuple[tuple[str, float], ...]
+    monitor: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """Where a run writes and how often. Intervals count batches; 0 switches a periodic output off."""
+
+    output_dir: Path
+    auto_resume: bool
+    save_steps: int
+    log_steps: int
+    keep_checkpoints: int
+    rollout_video_every_steps: int
+    wandb_project: str | None
+    wandb_run_name: str | None
+
+
+@dataclass(frozen=True)
+class StopSpec:
+    """When the run ends: after num_epochs passes, or max_steps batches, whichever comes first."""
+
+    num_epochs: float
+    max_steps: int | None
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """Everything the run needs, resolved. `decode_batch_size`: videos per VAE decode call."""
+
+    seed: int
+    device: Device
+    model: ModelSpec
+    data: DataSpec
+    sampler: SamplerSpec
+    grpo: GrpoSpec
+    optimizer: OptimizerSpec
+    reward: RuleRewardSpec
+    output: OutputSpec
+    stop: StopSpec
+    decode_batch_size: int
+    rendezvous_timeout_s: float
