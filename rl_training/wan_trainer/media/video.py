@@ -1,0 +1,137 @@
+"""Video files: exact frames in, H.264 out.
+
+Frames are addressed by their index in presentation order and found by decoding from the start: seeking lands on
+key frames and trusts the container's index, which differs between muxers. The number of frames and the frame rate
+are always passed or measured, never assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+from av.container import InputContainer
+
+from wan_trainer.media.atomic import replacing
+from wan_trainer.types import UserError
+
+
+@dataclass(frozen=True)
+class VideoInfo:
+    """What a video's container says: num_frames is 0 when it does not count them, fps 0.0 when unknown."""
+
+    num_frames: int
+    fps: float
+    height: int
+    width: int
+    codec: str
+
+
+def probe_video(path: Path) -> VideoInfo:
+    """The container's description of the first video stream; nothing is decoded.
+
+    Raises UserError when the file is missing or is no video.
+    """
+    with _open(path) as container:
+        stream = container.streams.video[0]
+        return VideoInfo(
+            num_frames=stream.frames,
+            fps=float(stream.average_rate or 0),
+            height=stream.height,
+            width=stream.width,
+            codec=stream.codec_context.name,
+        )
+
+
+def read_frames(path: Path, indices: Sequence[int] | None = None, *, threads: int = 1) -> np.ndarray:
+    """Frames of a video as uint8 (F, H, W, 3) RGB.
+
+    `indices` count frames in presentation order from 0, in any order and with repeats; None reads every frame.
+    Decoding stops at the largest index. Raises UserError when the file is unreadable, damaged, or too short.
+    """
+    wanted = None if indices is None else [int(index) for index in indices]
+    if wanted is not None and (not wanted or min(wanted) < 0):
+        raise UserError(f"{path}: frame indices {wanted} must be 0 or greater, and at least one is needed")
+    last = None if wanted is None else max(wanted)
+    needed = None if wanted is None else frozenset(wanted)
+    frames: dict[int, np.ndarray] = {}
+    count = 0
+    with _open(path) as container:
+        stream = container.streams.video[0]
+        stream.codec_context.thread_count = threads
+        for frame in container.decode(stream):
+            if needed is None or count in needed:
+                frames[count] = frame.to_ndarray(format="rgb24")
+            count += 1
+            if count - 1 == last:
+                break
+        declared = stream.frames
+    if last is not None and count <= last:
+        raise UserError(f"{path}: has {count} frames, frame {last} is needed; use a longer video")
+    if count == 0 or (last is None and count < declared):
+        raise UserError(f"{path}: only {count} of {declared} frames decode; the file is damaged, replace it")
+    return np.stack([frames[index] for index in (range(count) if wanted is None else wanted)])
+
+
+def write_video(
+    path: Path,
+    frames: np.ndarray,
+    fps: float | Fraction,
+    *,
+    crf: float = 18,
+    preset: str = "medium",
+    threads: int = 1,
+) -> None:
+    """Write uint8 (F, H, W, 3) RGB as an H.264 (libx264, yuv420p) MP4 at `fps` frames a second, atomically.
+
+    yuv420p needs even sizes: an odd one raises UserError and is never resized. With threads=1 (the default) the
+    same frames give the same bytes on every machine with the same libraries; threads=0 lets x264 use every core.
+    No colour tag is written, since readers that ignore tags (OpenCV) and readers that honour them then agree.
+    """
+    assert frames.dtype == np.uint8 and frames.ndim == 4 and frames.shape[3] == 3, (
+        frames.dtype,
+        frames.shape,
+    )
+    count, height, width, _ = frames.shape
+    if count == 0 or height == 0 or width == 0:
+        raise UserError(
+            f"{path}: cannot write a video of shape {frames.shape}; every axis must hold something"
+        )
+    if height % 2 or width % 2:
+        even = f"{height + height % 2}x{width + width % 2}"
+        raise UserError(
+            f"{path}: cannot write {height}x{width} (height x width) as yuv420p H.264; use {even}"
+        )
+    if not fps > 0:
+        raise UserError(f"{path}: cannot write a video at {fps} frames a second; use a positive rate")
+    rate = Fraction(fps).limit_denominator(1001)
+    with replacing(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=rate, options={"crf": str(crf), "preset": preset})
+        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        stream.codec_context.thread_count = threads
+        stream.codec_context.time_base = 1 / rate
+        for index, pixels in enumerate(frames):
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
+            frame.pts, frame.time_base = index, 1 / rate
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[InputContainer]:
+    """Open a file that has a video stream; FFmpeg's failures, then and while decoding, become one line."""
+    try:
+        with av.open(str(path), "r") as container:
+            if not container.streams.video:
+                raise UserError(f"{path}: holds no video stream; give a video file")
+            yield container
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such video; check the path or unpack the data set again") from None
+    except av.FFmpegError as error:
+        reason = " ".join(str(error.strerror).split())
+        raise UserError(f"{path}: not a readable video ({reason}); replace the file") from error
