@@ -17,7 +17,7 @@ def kept_frames(num_frames: int, fps: float | Fraction, max_duration_s: float) -
 
     Preflight asks the same function whether a rollout would lose its tail, so that warning and cut agree.
     """
-    # 5.0625 s at 16 fps is 81 frames; the tolerance keeps products that rounding left just below a whole number.
+    # 5.0625 s at 16 fps is 81 frames; the tolerance keeps products that rounding left just short.
     fitting = math.floor(float(fps) * max_duration_s + 1e-6)
     return max(1, min(num_frames, fitting))
 
