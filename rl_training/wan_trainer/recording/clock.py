@@ -1,7 +1,7 @@
 """Named time spans of one rank: what every phase of a step took, and when.
 
 The clock is torch-free and measures the host. A phase that only queues work on an accelerator ends, for the
-clock, when its call returns; the phases of a step end in copies to the CPU, which wait for the work before them.
+clock, when its call returns; the phases of a step end in copies to the CPU, which wait for that work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NOTE = "wan_trainer: "
 
 
 class Span(NamedTuple):
-    """One phase of one rank: `start` and `end` in seconds since the epoch, `step` the position of the batch."""
+    """One phase of one rank: `start` and `end` in seconds since the epoch, `step` the batch's position."""
 
     rank: int
     phase: str
@@ -42,8 +42,8 @@ class Clock:
     def span(self, phase: str, step: int) -> Iterator[None]:
         """Time the block as `phase` of batch `step`, whether it ends normally or raises.
 
-        An exception that leaves the block gets a note with rank, phase and step, from the innermost span only:
-        the traceback then says where in the run it happened.
+        An exception that leaves the block gets a note with rank, phase and step, from the innermost span
+        only: the traceback then says where in the run it happened.
         """
         start = time.monotonic()
         try:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from numbers import Integral, Real
 from pathlib import Path
 
-type Json = None | bool | int | float | str | Sequence[Json] | Mapping[str, Json]
+type Json = bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None
 type JsonObject = dict[str, Json]
 
 
@@ -49,7 +49,7 @@ def encode(value: object, indent: int | None = None) -> bytes:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Replace `path` by `content`: readers see the old file or the new one, never a part, even after a crash."""
+    """Replace `path` by `content`: readers see the old file or the new one, never a part."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
