@@ -1,0 +1,1 @@
+"""Process groups, the device mesh and the collectives the trainer uses."""

@@ -1,0 +1,60 @@
+"""The few collectives the trainer uses, over the data-parallel ranks or the whole run."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from wan_trainer.distributed.mesh import Mesh
+
+
+def gather_objects[T](mesh: Mesh, value: T) -> list[T]:
+    """The values of all data-parallel ranks, in rank order, on every rank. Tensor-parallel peers send the same value."""
+    gathered: list[T | None] = [None] * mesh.world
+    dist.all_gather_object(gathered, value)
+    values = [item for item in gathered if item is not None]
+    assert len(values) == mesh.world
+    return values[:: mesh.tp_size]
+
+
+def all_reduce(mesh: Mesh, tensor: torch.Tensor, op: str) -> torch.Tensor:
+    """A new tensor: the "sum" or "max" of `tensor` over the data-parallel ranks."""
+    reduced = tensor.detach().clone()
+    if op == "max":
+        dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+        return reduced
+    assert op == "sum", op
+    dist.all_reduce(reduced, op=dist.ReduceOp.SUM)
+    return reduced / mesh.tp_size
+
+
+def agree(mesh: Mesh, flag: bool) -> bool:
+    """True on every rank as soon as one rank says so."""
+    vote = torch.tensor(1.0 if flag else 0.0)
+    return bool(all_reduce(mesh, vote.to(mesh.device), "max").item() > 0)
+
+
+def barrier(mesh: Mesh) -> None:
+    """Wait for every rank of the run."""
+    agree(mesh, False)
+
+
+def differences_from_first(mesh: Mesh, values: Mapping[str, str]) -> list[str]:
+    """One line for every key whose value on some node differs from rank 0's; the same list on every rank."""
+    gathered: list[tuple[str, dict[str, str]] | None] = [None] * mesh.world
+    dist.all_gather_object(gathered, (socket.gethostname(), dict(values)))
+    first = gathered[0]
+    assert first is not None
+    lines: list[str] = []
+    for rank, entry in enumerate(gathered):
+        assert entry is not None
+        host, theirs = entry
+        for key in sorted(first[1].keys() | theirs.keys()):
+            mine = first[1].get(key, "absent")
+            other = theirs.get(key, "absent")
+            if mine != other:
+                lines.append(f"{key}: rank {rank} on {host} has {other}, rank 0 on {first[0]} has {mine}")
+    return lines

@@ -1,0 +1,103 @@
+"""Rendezvous and the device mesh: axes dp_replicate, dp_shard and tp always exist, size 1 allowed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+AXES = ("dp_replicate", "dp_shard", "tp")
+
+# How long one collective may wait for its peers. Longer than any reward deadline: a rank that waits for its own
+# scorers keeps the others waiting in the gather.
+COLLECTIVE_TIMEOUT = timedelta(hours=1)
+
+
+class RendezvousError(RuntimeError):
+    """Not every process of the run arrived in time."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This process's place in the run. Ranks are global unless named local; dp ranks enumerate replicas and shards."""
+
+    device_mesh: DeviceMesh
+    device: torch.device
+    rank: int
+    world: int
+    local_rank: int
+    dp_rank: int
+    dp_size: int
+    tp_rank: int
+    tp_size: int
+
+
+def init_mesh(device: str, timeout_s: float, *, tp: int = 1, dp_replicate: int = 1) -> Mesh:
+    """Join the run that torchrun describes in the environment, or a run of one process when there is none.
+
+    Raises RendezvousError, naming the ranks that are missing, when they do not all arrive within `timeout_s`.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    assert world % (tp * dp_replicate) == 0, (world, tp, dp_replicate)
+
+    target = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
+    if target.type == "cuda":
+        torch.cuda.set_device(target)
+    store = _rendezvous(rank, world, timeout_s)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if target.type == "cuda" else "gloo",
+        store=dist.PrefixStore("wan_trainer", store),
+        rank=rank,
+        world_size=world,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+    shape = (dp_replicate, world // (tp * dp_replicate), tp)
+    return Mesh(
+        device_mesh=init_device_mesh(target.type, shape, mesh_dim_names=AXES),
+        device=target,
+        rank=rank,
+        world=world,
+        local_rank=local_rank,
+        dp_rank=rank // tp,
+        dp_size=world // tp,
+        tp_rank=rank % tp,
+        tp_size=tp,
+    )
+
+
+def _rendezvous(rank: int, world: int, timeout_s: float) -> dist.Store:
+    """A store that every rank of the run has joined."""
+    if world == 1:
+        return dist.HashStore()
+    timeout = timedelta(seconds=timeout_s)
+    address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    try:
+        store, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))
+    except (dist.DistError, RuntimeError, TimeoutError) as error:
+        raise RendezvousError(
+            f"rank {rank} could not reach the rendezvous at {address} within {timeout_s:g} s ({_first_line(error)}): "
+            "check MASTER_ADDR and MASTER_PORT, that the first machine is running, and that no firewall is between"
+        ) from error
+    store.set_timeout(timeout)
+    store.set(f"arrived/{rank}", os.environ.get("GROUP_RANK", "0"))
+    try:
+        store.wait([f"arrived/{peer}" for peer in range(world)], timeout)
+    except (dist.DistError, RuntimeError) as error:
+        missing = [peer for peer in range(world) if not store.check([f"arrived/{peer}"])]
+        raise RendezvousError(
+            f"rank {rank} waited {timeout_s:g} s at {address} but ranks {missing} of {world} did not arrive: start the "
+            "launcher on every machine with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE and its own RANK, "
+            "or raise --rendezvous_timeout_s"
+        ) from error
+    return store
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__

@@ -1,0 +1,200 @@
+"""Checkpoints: distributed save by parameter name, atomic, checksummed, verified before use.
+
+    <output_dir>/checkpoint-<step>/state/            torch.distributed.checkpoint files
+                                   train_state.json  position and identity of the run
+                                   manifest.json     written last: size and sha256 of every other file
+    <output_dir>/latest                              the name of the newest complete checkpoint
+
+A checkpoint is written under a temporary name and renamed once its manifest is on disk, so a directory called
+`checkpoint-<step>` is complete or was damaged later, which `verify` finds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from wan_trainer.distributed.collectives import barrier, gather_objects
+from wan_trainer.distributed.mesh import Mesh
+from wan_trainer.types import UserError
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+_PARTIAL = re.compile(r"\.partial-checkpoint-(\d+)")
+_OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Where the run stands: batches trained (the position in the data), optimizer updates, policy version.
+
+    contract: the config values, per group, that a resumed run must not change. wandb_id: None when not tracked.
+    """
+
+    step: int
+    epoch: int
+    updates: int
+    policy_version: int
+    seed: int
+    world: int
+    wandb_id: str | None
+    contract: Mapping[str, Mapping[str, str]]
+
+
+def save_checkpoint(
+    output_dir: Path, state: TrainState, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, *, keep: int
+) -> Path:
+    """Write `checkpoint-<step>`, point `latest` at it and delete all but the newest `keep` (0 keeps all).
+
+    Collective. Raises OSError, named by path, when the disk is full; the previous checkpoint stays as it is.
+    """
+    final = output_dir / f"checkpoint-{state.step}"
+    partial = output_dir / f".partial-checkpoint-{state.step}"
+    if mesh.rank == 0:
+        clean_partials(output_dir)
+        partial.mkdir(parents=True)
+    barrier(mesh)
+    values: dict[str, Any] = {
+        "model": get_model_state_dict(model, options=_OPTIONS),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=_OPTIONS),
+        # One key per rank: values under one shared key are deduplicated and every rank would load rank 0's.
+        "rng": {f"rank{mesh.rank}": torch.get_rng_state()},
+    }
+    dcp.save(values, checkpoint_id=partial / "state")
+    entries = gather_objects(mesh, _hash_files(partial, partial.glob(f"state/__{mesh.rank}_*")))
+    if mesh.rank == 0:
+        (partial / "train_state.json").write_text(json.dumps(asdict(state), indent=1) + "\n")
+        files = {name: entry for part in entries for name, entry in part.items()}
+        rest = [path for path in partial.rglob("*") if path.is_file() and _relative(partial, path) not in files]
+        files.update(_hash_files(partial, rest))
+        manifest = {"format": 1, "step": state.step, "world": state.world, "files": files}
+        _write_synced(partial / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _write_synced(output_dir / ".latest.tmp", final.name + "\n")
+        (output_dir / ".latest.tmp").replace(output_dir / "latest")
+        _apply_retention(output_dir, keep)
+    barrier(mesh)
+    return final
+
+
+def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    """Restore the weights, optimizer and this rank's RNG, at any number of ranks. Collective; verify first."""
+    reader = dcp.FileSystemReader(checkpoint / "state")
+    values: dict[str, Any] = {
+        "model": get_model_state_dict(model, options=_OPTIONS),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=_OPTIONS),
+    }
+    stored = set(reader.read_metadata().state_dict_metadata)
+    missing = sorted(f"model.{name}" for name in values["model"] if f"model.{name}" not in stored)
+    if missing:
+        raise UserError(
+            f"{checkpoint}: {len(missing)} trained parameters are not in this checkpoint (first: {missing[0]}): "
+            "it was written by another model or LoRA setting; use another output_dir"
+        )
+    rng_key = f"rank{mesh.rank}"
+    if f"rng.{rng_key}" in stored:
+        values["rng"] = {rng_key: torch.get_rng_state()}
+    dcp.load(values, storage_reader=reader)
+    set_model_state_dict(model, values["model"], options=_OPTIONS)
+    set_optimizer_state_dict(model, optimizer, values["optimizer"], options=_OPTIONS)
+    if "rng" in values:
+        torch.set_rng_state(values["rng"][rng_key])
+
+
+def read_train_state(checkpoint: Path) -> TrainState:
+    """The position and identity stored in a checkpoint."""
+    return TrainState(**json.loads((checkpoint / "train_state.json").read_text()))
+
+
+def latest_checkpoint(output_dir: Path) -> Path | None:
+    """The complete checkpoint with the highest step, or None. Partial ones do not count."""
+    found = [
+        (int(match[1]), path)
+        for path in output_dir.glob("checkpoint-*")
+        if (match := _NAME.fullmatch(path.name)) and (path / "manifest.json").is_file()
+    ]
+    return max(found)[1] if found else None
+
+
+def verify_checkpoint(checkpoint: Path) -> None:
+    """Compare every file with the manifest. Raises UserError with one line per damaged, missing or foreign file."""
+    try:
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        files: dict[str, dict[str, Any]] = manifest["files"]
+        step = int(manifest["step"])
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{checkpoint}: manifest.json is missing or unreadable ({type(error).__name__}): the checkpoint is "
+            "incomplete; delete it to resume from the one before"
+        ) from error
+    problems: list[str] = []
+    if checkpoint.name != f"checkpoint-{step}":
+        problems.append(f"{checkpoint}: the manifest is of step {step}, the directory is not; restore its own manifest")
+    present = {_relative(checkpoint, path) for path in checkpoint.rglob("*") if path.is_file()} - {"manifest.json"}
+    remedy = "delete this checkpoint to resume from the one before"
+    for name in sorted(present | files.keys()):
+        path = checkpoint / name
+        if name not in files:
+            problems.append(f"{path}: not in the manifest; {remedy}")
+        elif name not in present:
+            problems.append(f"{path}: missing; {remedy}")
+        elif path.stat().st_size != files[name]["size"]:
+            problems.append(f"{path}: {path.stat().st_size} bytes, the manifest says {files[name]['size']}; {remedy}")
+        elif _sha256(path) != files[name]["sha256"]:
+            problems.append(f"{path}: its bytes differ from the manifest's sha256; {remedy}")
+    if problems:
+        raise UserError(*problems)
+
+
+def clean_partials(output_dir: Path) -> None:
+    """Delete what an interrupted save left behind."""
+    for path in output_dir.glob(".partial-checkpoint-*"):
+        if _PARTIAL.fullmatch(path.name):
+            shutil.rmtree(path)
+
+
+def _apply_retention(output_dir: Path, keep: int) -> None:
+    checkpoints = sorted(
+        (int(match[1]), path) for path in output_dir.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))
+    )
+    for _, path in checkpoints[:-keep] if keep > 0 else []:
+        shutil.rmtree(path)
+
+
+def _hash_files(root: Path, paths: Any) -> dict[str, dict[str, Any]]:
+    return {_relative(root, path): {"size": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(paths)}
+
+
+def _relative(root: Path, path: Path) -> str:
+    return path.relative_to(root).as_posix()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
