@@ -1,8 +1,8 @@
 """Video files: exact frames in, H.264 out.
 
-Frames are addressed by their index in presentation order and found by decoding from the start: seeking lands on
-key frames and trusts the container's index, which differs between muxers. The number of frames and the frame rate
-are always passed or measured, never assumed.
+Frames are addressed by their index in presentation order and found by decoding from the start: seeking lands
+on key frames and trusts the container's index, which differs between muxers. The number of frames and the frame
+rate are always passed or measured, never assumed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 import av
 import numpy as np
 from av.container import InputContainer
+from av.error import FFmpegError
 
 from wan_trainer.media.atomic import replacing
 from wan_trainer.types import UserError
@@ -51,7 +52,7 @@ def probe_video(path: Path) -> VideoInfo:
 def read_frames(path: Path, indices: Sequence[int] | None = None, *, threads: int = 1) -> np.ndarray:
     """Frames of a video as uint8 (F, H, W, 3) RGB.
 
-    `indices` count frames in presentation order from 0, in any order and with repeats; None reads every frame.
+    `indices` count frames in presentation order from 0, in any order, with repeats; None reads every frame.
     Decoding stops at the largest index. Raises UserError when the file is unreadable, damaged, or too short.
     """
     wanted = None if indices is None else [int(index) for index in indices]
@@ -65,6 +66,8 @@ def read_frames(path: Path, indices: Sequence[int] | None = None, *, threads: in
         stream = container.streams.video[0]
         stream.codec_context.thread_count = threads
         for frame in container.decode(stream):
+            if frame.is_corrupt:  # FFmpeg paints over damaged blocks and goes on
+                raise UserError(f"{path}: frame {count} is damaged; replace the file")
             if needed is None or count in needed:
                 frames[count] = frame.to_ndarray(format="rgb24")
             count += 1
@@ -89,9 +92,9 @@ def write_video(
 ) -> None:
     """Write uint8 (F, H, W, 3) RGB as an H.264 (libx264, yuv420p) MP4 at `fps` frames a second, atomically.
 
-    yuv420p needs even sizes: an odd one raises UserError and is never resized. With threads=1 (the default) the
-    same frames give the same bytes on every machine with the same libraries; threads=0 lets x264 use every core.
-    No colour tag is written, since readers that ignore tags (OpenCV) and readers that honour them then agree.
+    yuv420p needs even sizes: an odd one raises UserError and is never resized. With threads=1 (the default)
+    the same frames give the same bytes with the same libraries; threads=0 lets x264 use every core. No colour
+    tag is written: readers that ignore tags (OpenCV) and readers that honour them then agree.
     """
     assert frames.dtype == np.uint8 and frames.ndim == 4 and frames.shape[3] == 3, (
         frames.dtype,
@@ -99,14 +102,10 @@ def write_video(
     )
     count, height, width, _ = frames.shape
     if count == 0 or height == 0 or width == 0:
-        raise UserError(
-            f"{path}: cannot write a video of shape {frames.shape}; every axis must hold something"
-        )
+        raise UserError(f"{path}: cannot write a video of shape {frames.shape}; no axis may be empty")
     if height % 2 or width % 2:
         even = f"{height + height % 2}x{width + width % 2}"
-        raise UserError(
-            f"{path}: cannot write {height}x{width} (height x width) as yuv420p H.264; use {even}"
-        )
+        raise UserError(f"{path}: {height}x{width} (height x width) is odd, yuv420p needs even; use {even}")
     if not fps > 0:
         raise UserError(f"{path}: cannot write a video at {fps} frames a second; use a positive rate")
     rate = Fraction(fps).limit_denominator(1001)
@@ -132,6 +131,6 @@ def _open(path: Path) -> Iterator[InputContainer]:
             yield container
     except FileNotFoundError:
         raise UserError(f"{path}: no such video; check the path or unpack the data set again") from None
-    except av.FFmpegError as error:
+    except FFmpegError as error:
         reason = " ".join(str(error.strerror).split())
         raise UserError(f"{path}: not a readable video ({reason}); replace the file") from error
