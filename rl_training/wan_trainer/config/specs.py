@@ -6,7 +6,7 @@ config key and no key is read in two places. All paths are absolute, every `auto
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -53,6 +53,7 @@ class ModelSpec:
     compile_mode: str | None
     offload_inference_models: bool
     fsdp: bool
+    base_lora: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,74 @@ class RuleRewardSpec:
 
 
 @dataclass(frozen=True)
+class VlmRewardSpec:
+    """A vision-language judge behind an OpenAI-compatible endpoint. Counts are per rank; times in seconds.
+
+    score_max: the judge's full mark; a reward is the mark divided by it. error_score None: a failed verdict is missing.
+    """
+
+    base_url: str
+    model: str
+    api_key: str = field(repr=False)
+    prompt_mode: Literal["task_specific", "custom"]
+    prompt_dir: Path | None
+    prompt_sha256: str | None
+    video_fps: int
+    video_num_frames: int
+    include_gt_first_frame: bool
+    concurrency: int
+    max_pending_jobs: int
+    request_timeout_s: float
+    max_retries: int
+    retry_backoff_s: float
+    max_new_tokens: int
+    image_max_edge: int
+    jpeg_quality: int
+    score_max: float
+    use_structured_output: bool
+    validate_service: bool
+    error_score: float | None
+    log_first_n: int
+    timeout_s: float
+    weights: tuple[tuple[str, float], ...]
+    monitor: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """How many prompts a step has. batch_size is global with shared_prompts, else per data-parallel replica.
+
+    wave: prompts whose rewards are gathered together (None: all of the step).
+    """
+
+    batch_size: int = 1
+    shared_prompts: bool = False
+    wave: int | None = None
+    expected_global_prompts: int | None = None
+
+
+@dataclass(frozen=True)
+class ParallelSpec:
+    """How ranks divide the model: shard groups of one node with hsdp, tensor parallelism inside a node."""
+
+    hsdp: bool = False
+    tensor_parallel_size: int = 1
+
+
+@dataclass(frozen=True)
+class ResumeSpec:
+    """Where training starts from when output_dir holds no checkpoint. weights_only: everything but weights is fresh."""
+
+    resume_from: Path | None = None
+    weights_only: bool = True
+
+
+@dataclass(frozen=True)
 class OutputSpec:
-    """Where a run writes and how often. Intervals count batches; 0 switches a periodic output off."""
+    """Where a run writes and how often. Intervals count batches; 0 switches a periodic output off.
+
+    keep_checkpoints: how many of the newest stay, 0 for all.
+    """
 
     output_dir: Path
     auto_resume: bool
@@ -162,6 +229,7 @@ class OutputSpec:
     rollout_video_every_steps: int
     wandb_project: str | None
     wandb_run_name: str | None
+    eval_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -183,8 +251,11 @@ class RunSpec:
     sampler: SamplerSpec
     grpo: GrpoSpec
     optimizer: OptimizerSpec
-    reward: RuleRewardSpec
+    reward: RuleRewardSpec | VlmRewardSpec
     output: OutputSpec
     stop: StopSpec
     decode_batch_size: int
     rendezvous_timeout_s: float
+    batch: BatchSpec = field(default_factory=BatchSpec)
+    parallel: ParallelSpec = field(default_factory=ParallelSpec)
+    resume: ResumeSpec = field(default_factory=ResumeSpec)
