@@ -75,7 +75,7 @@ class DataSpec:
 
 @dataclass(frozen=True)
 class SamplerSpec:
-    """How a rollout is drawn. eta_range, if set, replaces eta by one uniform draw per prompt group and step."""
+    """How a rollout is drawn. eta_range, if set, replaces eta: one uniform draw per prompt group and step."""
 
     kind: TransitionKind
     eta: float
@@ -91,7 +91,7 @@ class SamplerSpec:
 
 @dataclass(frozen=True)
 class GrpoSpec:
-    """The GRPO objective. clip_range is for on-policy rollouts, stale_clip_range for rollouts of an older policy."""
+    """The GRPO objective. clip_range serves on-policy rollouts, stale_clip_range those of an older policy."""
 
     group_size: int
     sample_batch_size: int
@@ -155,7 +155,8 @@ class RuleRewardSpec:
 class VlmRewardSpec:
     """A vision-language judge behind an OpenAI-compatible endpoint. Counts are per rank; times in seconds.
 
-    score_max: the judge's full mark; a reward is the mark divided by it. error_score None: a failed verdict is missing.
+    score_max: the judge's full mark; a reward is the mark divided by it. error_score None: a failed verdict
+    is a missing reward.
     """
 
     base_url: str
@@ -208,7 +209,10 @@ class ParallelSpec:
 
 @dataclass(frozen=True)
 class ResumeSpec:
-    """Where training starts from when output_dir holds no checkpoint. weights_only: everything but weights is fresh."""
+    """Where training starts from when output_dir holds no checkpoint.
+
+    weights_only: counters, optimizer, data order and EMA start fresh.
+    """
 
     resume_from: Path | None = None
     weights_only: bool = True

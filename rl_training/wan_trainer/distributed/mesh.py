@@ -76,15 +76,20 @@ def _rendezvous(rank: int, world: int, timeout_s: float) -> dist.Store:
     if world == 1:
         return dist.HashStore()
     timeout = timedelta(seconds=timeout_s)
-    address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = f"{host}:{port}"
+    # torchrun's agent on the first machine already serves a store there; without it rank 0 serves one.
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))
-    except (dist.DistError, RuntimeError, TimeoutError) as error:
+        # Not waiting for the workers here: the wait below can name the ranks that are missing.
+        store = dist.TCPStore(
+            host, port, world, serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        )
+    except (dist.DistError, RuntimeError) as error:
         raise RendezvousError(
             f"rank {rank} could not reach the rendezvous at {address} within {timeout_s:g} s ({_first_line(error)}): "
             "check MASTER_ADDR and MASTER_PORT, that the first machine is running, and that no firewall is between"
         ) from error
-    store.set_timeout(timeout)
     store.set(f"arrived/{rank}", os.environ.get("GROUP_RANK", "0"))
     try:
         store.wait([f"arrived/{peer}" for peer in range(world)], timeout)

@@ -1,8 +1,8 @@
 """Video files: exact frames in, H.264 out.
 
 Frames are addressed by their index in presentation order and found by decoding from the start: seeking lands
-on key frames and trusts the container's index, which differs between muxers. The number of frames and the frame
-rate are always passed or measured, never assumed.
+on key frames and trusts the index of the container, which muxers write differently. Frame counts and frame
+rates are always passed or measured, never assumed.
 """
 
 from __future__ import annotations

@@ -106,9 +106,8 @@ class JsonlFile:
     def append(self, row: object) -> None:
         """Write one row and its newline in one go. Raises OSError when the disk is full."""
         line = memoryview(encode(row) + b"\n")
-        while (
-            line
-        ):  # a regular file takes it all at once, unless the disk is full: then the second write raises
+        # A regular file takes a line whole, unless the disk is full: then the next write raises.
+        while line:
             line = line[os.write(self._fd, line) :]
 
     def keep(self, wanted: Callable[[JsonObject], bool]) -> None:

@@ -1,7 +1,7 @@
 """The rows of a run's files, and the names of its rollout videos.
 
-In every file `step` counts batches from 0 (the position of the batch in the run), except in metrics.jsonl, where
-it is the number of optimizer updates done and `batch` is the position.
+In every file `step` counts batches from 0 (the position of the batch in the run), except in metrics.jsonl:
+there it is the number of optimizer updates done and `batch` is the position.
 """
 
 from __future__ import annotations

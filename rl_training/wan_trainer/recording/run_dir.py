@@ -108,12 +108,16 @@ class RunWriter:
             raise UserError(
                 f"output_dir {output_dir} cannot be written ({error.strerror}): choose another"
             ) from error
-        self._observers = tuple(observers)
+        self._observers = list(observers)
         self._metrics = JsonlFile(self.files.metrics)
         self._rewards = JsonlFile(self.files.rewards)
         self._reward_errors = JsonlFile(self.files.reward_errors)
         self._timeline = JsonlFile(self.files.timeline)
         self._closed = False
+
+    def observe(self, observer: StepObserver) -> None:
+        """Tell `observer` of every step from now on, and of the end."""
+        self._observers.append(observer)
 
     def step(self, record: StepRecord) -> None:
         """Append to metrics.jsonl, then tell the observers."""

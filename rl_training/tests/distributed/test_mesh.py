@@ -1,0 +1,100 @@
+"""Rendezvous, mesh axes and collectives on real gloo ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import torch
+
+from rl_training.tests.ranks import free_port, run_ranks
+from wan_trainer.distributed.collectives import agree, all_reduce, differences_from_first, gather_objects
+from wan_trainer.distributed.mesh import AXES, init_mesh
+
+
+def _collectives() -> dict[str, object]:
+    mesh = init_mesh("cpu", 30)
+    number = torch.tensor([float(mesh.rank + 1)])
+    return {
+        "axes": mesh.device_mesh.mesh_dim_names,
+        "shape": tuple(mesh.device_mesh.shape),
+        "gathered": gather_objects(mesh, {"rank": mesh.rank}),
+        "sum": all_reduce(mesh, number, "sum").item(),
+        "max": all_reduce(mesh, number, "max").item(),
+        "untouched": number.item(),
+        "agree_one": agree(mesh, mesh.rank == mesh.world - 1),
+        "agree_none": agree(mesh, False),
+        "differences": differences_from_first(mesh, {"seed": "1", "eta": str(mesh.rank // 2)}),
+    }
+
+
+def test_two_ranks_share_collectives() -> None:
+    for rank, seen in enumerate(run_ranks(2, _collectives)):
+        assert seen["axes"] == AXES
+        assert seen["shape"] == (1, 2, 1)
+        assert seen["gathered"] == [{"rank": 0}, {"rank": 1}]
+        assert (seen["sum"], seen["max"], seen["untouched"]) == (3.0, 2.0, rank + 1.0)
+        assert (seen["agree_one"], seen["agree_none"]) == (True, False)
+        assert seen["differences"] == []
+
+
+def _differing_config() -> list[str]:
+    mesh = init_mesh("cpu", 30)
+    return differences_from_first(mesh, {"learning_rate": "1e-05" if mesh.rank else "5e-06", "seed": "42"})
+
+
+def test_a_differing_value_is_named_by_key_and_node_on_every_rank() -> None:
+    first, second = run_ranks(2, _differing_config)
+    assert first == second
+    (line,) = first
+    assert line.startswith("learning_rate: rank 1 on ")
+    assert "1e-05" in line and "5e-06" in line and "rank 0" in line
+
+
+def _hsdp_axes() -> tuple[tuple[int, ...], int, int]:
+    mesh = init_mesh("cpu", 30, dp_replicate=2)
+    return tuple(mesh.device_mesh.shape), mesh.dp_rank, mesh.dp_size
+
+
+def test_hsdp_has_a_replicate_axis() -> None:
+    assert run_ranks(2, _hsdp_axes) == [((2, 1, 1), 0, 2), ((2, 1, 1), 1, 2)]
+
+
+def test_one_process_needs_no_rendezvous() -> None:
+    ((seen),) = run_ranks(1, _collectives)
+    assert seen["shape"] == (1, 1, 1)
+    assert seen["gathered"] == [{"rank": 0}]
+
+
+def _missing_peer(rank: str, timeout_s: float) -> tuple[str, float]:
+    code = (
+        "from wan_trainer.distributed.mesh import init_mesh, RendezvousError\n"
+        f"try: init_mesh('cpu', {timeout_s})\nexcept RendezvousError as e: print(e)"
+    )
+    environment = os.environ | {
+        "RANK": rank,
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=90, check=True
+    )
+    return done.stdout.strip().splitlines()[-1], time.monotonic() - started
+
+
+def test_a_missing_rank_is_named_within_the_time_out() -> None:
+    message, seconds = _missing_peer("0", 2.0)
+    assert "[1] of 2" in message
+    assert "--rendezvous_timeout_s" in message
+    assert seconds < 45
+
+
+def test_a_missing_first_machine_is_one_clear_line() -> None:
+    message, _ = _missing_peer("1", 2.0)
+    assert "could not reach the rendezvous at 127.0.0.1:" in message
+    assert "MASTER_ADDR" in message

@@ -1,0 +1,89 @@
+"""Run a function of a test module on several gloo ranks: real processes, real collectives."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "diffusers", "peft", "transformers"]
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago on the loopback address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _enter(
+    function: Callable[..., Any], rank: int, world: int, port: int, arguments: tuple[Any, ...], out: Connection
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(rank),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    import torch  # noqa: PLC0415 - only in the rank's process
+
+    torch.set_num_threads(1)
+    try:
+        out.send((True, function(*arguments)))
+    except BaseException:  # noqa: BLE001 - whatever it is, the test must see it
+        out.send((False, traceback.format_exc()))
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        out.close()
+
+
+def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 240.0) -> list[Any]:
+    """Call `function(*arguments)` in `world` processes that find RANK, WORLD_SIZE and so on in their environment.
+
+    Returns their results in rank order. The first failure is raised with the rank's traceback. Results must be
+    picklable; return numbers, lists or cloned CPU tensors' `.tolist()` rather than live tensors.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    port = free_port()
+    ends: list[Connection] = []
+    processes = []
+    for rank in range(world):
+        receive, send = context.Pipe(duplex=False)
+        process = context.Process(target=_enter, args=(function, rank, world, port, arguments, send), daemon=False)
+        process.start()
+        send.close()
+        ends.append(receive)
+        processes.append(process)
+    results: list[Any] = []
+    failures: list[str] = []
+    try:
+        for rank, end in enumerate(ends):
+            if not end.poll(timeout_s):
+                failures.append(f"rank {rank}: no answer within {timeout_s:g} s")
+                continue
+            try:
+                passed, value = end.recv()
+            except EOFError:
+                failures.append(f"rank {rank}: died without an answer")
+                continue
+            if passed:
+                results.append(value)
+            else:
+                failures.append(f"rank {rank}:\n{value}")
+    finally:
+        for process in processes:
+            process.join(timeout=10 if not failures else 1)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    assert not failures, "\n".join(failures)
+    return results

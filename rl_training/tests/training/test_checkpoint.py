@@ -1,0 +1,159 @@
+"""Checkpoints: atomic, verified, resharded by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from rl_training.tests.ranks import run_ranks
+from wan_trainer.distributed.mesh import Mesh, init_mesh
+from wan_trainer.training.checkpoint import (
+    TrainState,
+    clean_partials,
+    latest_checkpoint,
+    load_checkpoint,
+    read_train_state,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from wan_trainer.training.resume import find_resume_point
+from wan_trainer.types import UserError
+
+CONTRACT = {"data": {"seed": "1"}, "optimization": {"learning_rate": "0.1"}}
+
+
+def _state(step: int, world: int) -> TrainState:
+    return TrainState(step, 0, step, step, 1, world, "wandb-1", CONTRACT)
+
+
+def _network(mesh: Mesh) -> tuple[torch.nn.Module, torch.optim.AdamW]:
+    torch.manual_seed(7)
+    network = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    network[0].bias.requires_grad_(False)
+    fully_shard(network, mesh=mesh.device_mesh["dp_replicate", "dp_shard"])
+    return network, torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=0.1)
+
+
+def _train(network: torch.nn.Module, optimizer: torch.optim.AdamW, steps: int) -> None:
+    for step in range(steps):
+        network(torch.linspace(-1, 1, 12).view(2, 6) * (step + 1)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _weights(network: torch.nn.Module) -> list[list[float]]:
+    return [parameter.full_tensor().flatten().tolist() for parameter in network.parameters()]  # type: ignore[operator]
+
+
+def _save(out: str, steps: list[int], keep: int = 0) -> list[list[float]]:
+    mesh = init_mesh("cpu", 60)
+    network, optimizer = _network(mesh)
+    done = 0
+    for step in steps:
+        _train(network, optimizer, step - done)
+        done = step
+        save_checkpoint(Path(out), _state(step, mesh.world), network, optimizer, mesh, keep=keep)
+    _train(network, optimizer, 2)
+    return _weights(network)
+
+
+def _load_and_continue(checkpoint: str) -> list[list[float]]:
+    mesh = init_mesh("cpu", 60)
+    network, optimizer = _network(mesh)
+    verify_checkpoint(Path(checkpoint))
+    load_checkpoint(Path(checkpoint), network, optimizer, mesh)
+    _train(network, optimizer, 2)
+    return _weights(network)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_checkpoint_of_two_ranks_continues_bit_for_bit_at_any_world_size(tmp_path: Path, world: int) -> None:
+    uninterrupted = run_ranks(2, _save, str(tmp_path), [3])[0]
+    resumed = run_ranks(world, _load_and_continue, str(tmp_path / "checkpoint-3"))[0]
+    assert resumed == uninterrupted
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """An output directory with checkpoints 1, 2 and 3, of which retention kept 2 and 3."""
+    run_ranks(1, _save, str(tmp_path), [1, 2, 3], 2)
+    return tmp_path
+
+
+def test_retention_latest_and_state(saved: Path) -> None:
+    assert sorted(path.name for path in saved.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+    assert (saved / "latest").read_text().strip() == "checkpoint-3"
+    assert not list(saved.glob(".partial*"))
+    assert latest_checkpoint(saved) == saved / "checkpoint-3"
+    assert read_train_state(saved / "checkpoint-3") == _state(3, 1)
+    manifest = json.loads((saved / "checkpoint-3" / "manifest.json").read_text())
+    assert manifest["step"] == 3
+    assert "state/.metadata" in manifest["files"] and "train_state.json" in manifest["files"]
+
+
+def test_an_interrupted_save_is_ignored_and_cleaned(saved: Path) -> None:
+    (saved / ".partial-checkpoint-9" / "state").mkdir(parents=True)
+    (saved / "checkpoint-8").mkdir()
+    assert latest_checkpoint(saved) == saved / "checkpoint-3"
+    clean_partials(saved)
+    assert not (saved / ".partial-checkpoint-9").exists()
+
+
+def _damage(checkpoint: Path, how: str) -> None:
+    shard = next((checkpoint / "state").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    if how == "flipped byte":
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(bytes(content))
+    elif how == "truncated":
+        shard.write_bytes(bytes(content[:-10]))
+    elif how == "missing file":
+        shard.unlink()
+    elif how == "foreign file":
+        (checkpoint / "state" / "extra.bin").write_bytes(b"x")
+    elif how == "other manifest":
+        (checkpoint / "manifest.json").write_bytes((checkpoint.parent / "checkpoint-2" / "manifest.json").read_bytes())
+    else:
+        (checkpoint / "manifest.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("flipped byte", "sha256"),
+        ("truncated", "bytes, the manifest says"),
+        ("missing file", "missing; delete this checkpoint"),
+        ("foreign file", "not in the manifest"),
+        ("other manifest", "the manifest is of step 2"),
+        ("torn manifest", "incomplete"),
+    ],
+)
+def test_damage_is_refused_by_name(saved: Path, how: str, says: str) -> None:
+    verify_checkpoint(saved / "checkpoint-3")
+    _damage(saved / "checkpoint-3", how)
+    with pytest.raises(UserError, match=says) as refused:
+        find_resume_point(saved, CONTRACT, auto_resume=True)
+    assert str(saved / "checkpoint-3") in str(refused.value)
+    verify_checkpoint(saved / "checkpoint-2")
+
+
+def test_resume_refuses_a_changed_contract_by_key(saved: Path) -> None:
+    point = find_resume_point(saved, CONTRACT, auto_resume=True)
+    assert point is not None and point.state.step == 3
+    changed = {"data": {"seed": "2"}, "optimization": {"learning_rate": "0.2"}}
+    with pytest.raises(UserError) as refused:
+        find_resume_point(saved, changed, auto_resume=True, allow_changed=["learning_rate"])
+    (line,) = refused.value.problems
+    assert line.startswith("seed is 2 but the run in output_dir was started with 1")
+    assert "--allow_changed seed" in line
+    assert find_resume_point(saved, changed, auto_resume=True, allow_changed=["learning_rate", "seed"]) is not None
+
+
+def test_a_used_output_dir_without_auto_resume_is_refused(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="auto_resume is false"):
+        find_resume_point(saved, CONTRACT, auto_resume=False)
+    assert find_resume_point(tmp_path / "empty", CONTRACT, auto_resume=False) is None

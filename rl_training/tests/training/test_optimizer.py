@@ -1,0 +1,95 @@
+"""Learning-rate schedules and the guarded AdamW update."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from wan_trainer.config.specs import OptimizerSpec
+from wan_trainer.training.optimizer import NonFiniteError, Updater, build_optimizer, lr_factor
+
+SPEC = OptimizerSpec(
+    learning_rate=1e-2,
+    betas=(0.9, 0.99),
+    eps=1e-8,
+    weight_decay=0.1,
+    max_grad_norm=1.0,
+    warmup_steps=2,
+    lr_schedule="linear_warmup",
+    gradient_accumulation_steps=1,
+    max_nonfinite_steps=2,
+    ema_decay=0.0,
+)
+
+
+def test_schedules_have_their_published_shapes() -> None:
+    assert [lr_factor(i, "constant", 5, 10) for i in (0, 3, 99)] == [1.0, 1.0, 1.0]
+    assert [lr_factor(i, "linear_warmup", 4, 10) for i in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    cosine = [lr_factor(i, "cosine", 2, 12) for i in range(13)]
+    assert cosine[:3] == [0.5, 1.0, 1.0]
+    assert cosine[7] == pytest.approx(0.5)
+    assert cosine[12] == pytest.approx(0.0)
+    assert all(later < earlier for earlier, later in zip(cosine[2:], cosine[3:], strict=False))
+
+
+def _one_weight() -> torch.nn.Linear:
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 1, bias=False)
+
+
+def test_an_update_equals_adamw_written_out_in_float64() -> None:
+    model = _one_weight()
+    weight = model.weight.detach().double().clone()
+    updater = Updater(build_optimizer(dict(model.named_parameters()), SPEC), SPEC, horizon=10)
+    first, second = torch.zeros(1, 3, dtype=torch.float64), torch.zeros(1, 3, dtype=torch.float64)
+    for update, lr in enumerate((0.5e-2, 1e-2, 1e-2), start=1):
+        gradient = torch.tensor([[3.0, 4.0, 0.0]]) * update
+        model.weight.grad = gradient.clone()
+        result = updater.step()
+        assert result.grad_norm == pytest.approx(5.0 * update)
+        assert result.lr == pytest.approx(lr)
+        assert not result.skipped
+        clipped = gradient.double() / gradient.double().norm()
+        first = 0.9 * first + 0.1 * clipped
+        second = 0.99 * second + 0.01 * clipped**2
+        weight = weight * (1 - lr * 0.1)
+        weight -= lr * (first / (1 - 0.9**update)) / ((second / (1 - 0.99**update)).sqrt() + 1e-8)
+    assert torch.allclose(model.weight.double(), weight, atol=1e-6)
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_nonfinite_gradient_changes_nothing_and_too_many_stop_the_run(bad: float) -> None:
+    model = _one_weight()
+    before = model.weight.detach().clone()
+    updater = Updater(build_optimizer(dict(model.named_parameters()), SPEC), SPEC, horizon=10)
+
+    def spoil() -> None:
+        model.weight.grad = torch.tensor([[1.0, bad, 0.0]])
+
+    spoil()
+    result = updater.step()
+    assert result.skipped
+    assert torch.equal(model.weight, before)
+    model.weight.grad = torch.ones(1, 3)
+    assert not updater.step().skipped
+    spoil()
+    assert updater.step().skipped
+    spoil()
+    with pytest.raises(NonFiniteError, match="max_nonfinite_steps"):
+        updater.step()
+
+
+def test_the_schedule_continues_from_the_number_of_updates_done() -> None:
+    spec = dataclasses.replace(SPEC, lr_schedule="cosine")
+    rates = []
+    for start in (0, 3):
+        model = _one_weight()
+        updater = Updater(build_optimizer(dict(model.named_parameters()), spec), spec, horizon=8, updates=start)
+        for _ in range(5 - start):
+            model.weight.grad = torch.ones(1, 3)
+            rates.append(updater.step().lr)
+    assert rates[3:5] == rates[5:7]
