@@ -10,7 +10,14 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "diffusers", "peft", "transformers"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "diffusers",
+    "peft",
+    "transformers",
+]
 
 
 def free_port() -> int:
@@ -21,7 +28,12 @@ def free_port() -> int:
 
 
 def _enter(
-    function: Callable[..., Any], rank: int, world: int, port: int, arguments: tuple[Any, ...], out: Connection
+    function: Callable[..., Any],
+    rank: int,
+    world: int,
+    port: int,
+    arguments: tuple[Any, ...],
+    out: Connection,
 ) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -45,11 +57,14 @@ def _enter(
         out.close()
 
 
-def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 240.0) -> list[Any]:
-    """Call `function(*arguments)` in `world` processes that find RANK, WORLD_SIZE and so on in their environment.
+def run_ranks(
+    world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 240.0
+) -> list[Any]:
+    """Call `function(*arguments)` in `world` processes that find RANK, WORLD_SIZE and so on in their
+    environment.
 
-    Returns their results in rank order. The first failure is raised with the rank's traceback. Results must be
-    picklable; return numbers, lists or cloned CPU tensors' `.tolist()` rather than live tensors.
+    Returns their results in rank order. The first failure is raised with the rank's traceback. Results must
+    be picklable; return numbers, lists or cloned CPU tensors' `.tolist()` rather than live tensors.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
@@ -58,7 +73,9 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout
     processes = []
     for rank in range(world):
         receive, send = context.Pipe(duplex=False)
-        process = context.Process(target=_enter, args=(function, rank, world, port, arguments, send), daemon=False)
+        process = context.Process(
+            target=_enter, args=(function, rank, world, port, arguments, send), daemon=False
+        )
         process.start()
         send.close()
         ends.append(receive)

@@ -10,7 +10,9 @@ from wan_trainer.training.scheduler import ReplayScheduler
 from wan_trainer.types import PromptBatch, UserError
 
 
-def _run(depth: int, boundaries: Boundaries, start: int = 0, stop_at: int | None = None) -> tuple[list[str], bool]:
+def _run(
+    depth: int, boundaries: Boundaries, start: int = 0, stop_at: int | None = None
+) -> tuple[list[str], bool]:
     log: list[str] = []
     seen = [start]
 
@@ -36,7 +38,9 @@ def _run(depth: int, boundaries: Boundaries, start: int = 0, stop_at: int | None
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 def test_every_batch_is_trained_once_and_saves_come_at_exact_steps(depth: int) -> None:
-    log, finished = _run(depth, Boundaries(total=10, save_steps=4, accumulation=1, batch_size=3, dataset_size=9))
+    log, finished = _run(
+        depth, Boundaries(total=10, save_steps=4, accumulation=1, batch_size=3, dataset_size=9)
+    )
     assert finished
     assert [line for line in log if line.startswith("update")] == [f"update {step}" for step in range(10)]
     for saved in (4, 8, 10):
@@ -64,7 +68,9 @@ def test_an_agreed_stop_drains_and_saves_between_updates(depth: int) -> None:
 
 
 def test_a_stop_asked_for_at_the_last_batch_is_a_finished_run() -> None:
-    _, finished = _run(0, Boundaries(total=2, save_steps=0, accumulation=1, batch_size=1, dataset_size=9), stop_at=2)
+    _, finished = _run(
+        0, Boundaries(total=2, save_steps=0, accumulation=1, batch_size=1, dataset_size=9), stop_at=2
+    )
     assert finished
 
 

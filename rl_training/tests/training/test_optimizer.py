@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -32,7 +33,7 @@ def test_schedules_have_their_published_shapes() -> None:
     assert cosine[:3] == [0.5, 1.0, 1.0]
     assert cosine[7] == pytest.approx(0.5)
     assert cosine[12] == pytest.approx(0.0)
-    assert all(later < earlier for earlier, later in zip(cosine[2:], cosine[3:], strict=False))
+    assert all(later < earlier for earlier, later in itertools.pairwise(cosine))
 
 
 def _one_weight() -> torch.nn.Linear:
@@ -88,7 +89,9 @@ def test_the_schedule_continues_from_the_number_of_updates_done() -> None:
     rates = []
     for start in (0, 3):
         model = _one_weight()
-        updater = Updater(build_optimizer(dict(model.named_parameters()), spec), spec, horizon=8, updates=start)
+        updater = Updater(
+            build_optimizer(dict(model.named_parameters()), spec), spec, horizon=8, updates=start
+        )
         for _ in range(5 - start):
             model.weight.grad = torch.ones(1, 3)
             rates.append(updater.step().lr)

@@ -12,7 +12,10 @@ from wan_trainer.distributed.mesh import Mesh
 
 
 def gather_objects[T](mesh: Mesh, value: T) -> list[T]:
-    """The values of all data-parallel ranks, in rank order, on every rank. Tensor-parallel peers send the same value."""
+    """The values of all data-parallel ranks, in rank order, on every rank.
+
+    Tensor-parallel peers send the same value.
+    """
     gathered: list[T | None] = [None] * mesh.world
     dist.all_gather_object(gathered, value)
     values = [item for item in gathered if item is not None]

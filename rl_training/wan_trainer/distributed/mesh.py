@@ -8,12 +8,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 AXES = ("dp_replicate", "dp_shard", "tp")
 
-# How long one collective may wait for its peers. Longer than any reward deadline: a rank that waits for its own
-# scorers keeps the others waiting in the gather.
+# How long one collective may wait for its peers. Longer than any reward deadline: a rank that waits for its
+# own scorers keeps the others waiting in the gather.
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
 
@@ -23,7 +24,10 @@ class RendezvousError(RuntimeError):
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place in the run. Ranks are global unless named local; dp ranks enumerate replicas and shards."""
+    """This process's place in the run.
+
+    Ranks are global unless named local; dp ranks enumerate replicas and shards.
+    """
 
     device_mesh: DeviceMesh
     device: torch.device
@@ -52,7 +56,7 @@ def init_mesh(device: str, timeout_s: float, *, tp: int = 1, dp_replicate: int =
     store = _rendezvous(rank, world, timeout_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if target.type == "cuda" else "gloo",
-        store=dist.PrefixStore("wan_trainer", store),
+        store=PrefixStore("wan_trainer", store),
         rank=rank,
         world_size=world,
         timeout=COLLECTIVE_TIMEOUT,
@@ -71,10 +75,10 @@ def init_mesh(device: str, timeout_s: float, *, tp: int = 1, dp_replicate: int =
     )
 
 
-def _rendezvous(rank: int, world: int, timeout_s: float) -> dist.Store:
+def _rendezvous(rank: int, world: int, timeout_s: float) -> Store:
     """A store that every rank of the run has joined."""
     if world == 1:
-        return dist.HashStore()
+        return HashStore()
     timeout = timedelta(seconds=timeout_s)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     address = f"{host}:{port}"
@@ -82,13 +86,15 @@ def _rendezvous(rank: int, world: int, timeout_s: float) -> dist.Store:
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         # Not waiting for the workers here: the wait below can name the ranks that are missing.
-        store = dist.TCPStore(
+        store = TCPStore(
             host, port, world, serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
         )
     except (dist.DistError, RuntimeError) as error:
         raise RendezvousError(
-            f"rank {rank} could not reach the rendezvous at {address} within {timeout_s:g} s ({_first_line(error)}): "
-            "check MASTER_ADDR and MASTER_PORT, that the first machine is running, and that no firewall is between"
+            f"rank {rank} could not reach the rendezvous at {address} within {timeout_s:g} s "
+            f"({_first_line(error)}): "
+            "check MASTER_ADDR and MASTER_PORT, that the first machine is running, and that no firewall is "
+            "between"
         ) from error
     store.set(f"arrived/{rank}", os.environ.get("GROUP_RANK", "0"))
     try:
@@ -96,8 +102,10 @@ def _rendezvous(rank: int, world: int, timeout_s: float) -> dist.Store:
     except (dist.DistError, RuntimeError) as error:
         missing = [peer for peer in range(world) if not store.check([f"arrived/{peer}"])]
         raise RendezvousError(
-            f"rank {rank} waited {timeout_s:g} s at {address} but ranks {missing} of {world} did not arrive: start the "
-            "launcher on every machine with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE and its own RANK, "
+            f"rank {rank} waited {timeout_s:g} s at {address} but ranks {missing} of {world} did not "
+            "arrive: start the "
+            "launcher on every machine with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE and its own "
+            "RANK, "
             "or raise --rendezvous_timeout_s"
         ) from error
     return store

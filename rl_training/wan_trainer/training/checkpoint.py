@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -31,6 +31,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from wan_trainer.distributed.collectives import barrier, gather_objects
 from wan_trainer.distributed.mesh import Mesh
@@ -45,7 +47,8 @@ _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
 class TrainState:
     """Where the run stands: batches trained (the position in the data), optimizer updates, policy version.
 
-    contract: the config values, per group, that a resumed run must not change. wandb_id: None when not tracked.
+    contract: the config values, per group, that a resumed run must not change. wandb_id: None when not
+    tracked.
     """
 
     step: int
@@ -59,7 +62,13 @@ class TrainState:
 
 
 def save_checkpoint(
-    output_dir: Path, state: TrainState, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, *, keep: int
+    output_dir: Path,
+    state: TrainState,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: Mesh,
+    *,
+    keep: int,
 ) -> Path:
     """Write `checkpoint-<step>`, point `latest` at it and delete all but the newest `keep` (0 keeps all).
 
@@ -77,12 +86,14 @@ def save_checkpoint(
         # One key per rank: values under one shared key are deduplicated and every rank would load rank 0's.
         "rng": {f"rank{mesh.rank}": torch.get_rng_state()},
     }
-    dcp.save(values, checkpoint_id=partial / "state")
+    save(values, checkpoint_id=partial / "state")
     entries = gather_objects(mesh, _hash_files(partial, partial.glob(f"state/__{mesh.rank}_*")))
     if mesh.rank == 0:
         (partial / "train_state.json").write_text(json.dumps(asdict(state), indent=1) + "\n")
         files = {name: entry for part in entries for name, entry in part.items()}
-        rest = [path for path in partial.rglob("*") if path.is_file() and _relative(partial, path) not in files]
+        rest = [
+            path for path in partial.rglob("*") if path.is_file() and _relative(partial, path) not in files
+        ]
         files.update(_hash_files(partial, rest))
         manifest = {"format": 1, "step": state.step, "world": state.world, "files": files}
         _write_synced(partial / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True) + "\n")
@@ -97,8 +108,11 @@ def save_checkpoint(
 
 
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
-    """Restore the weights, optimizer and this rank's RNG, at any number of ranks. Collective; verify first."""
-    reader = dcp.FileSystemReader(checkpoint / "state")
+    """Restore the weights, optimizer and this rank's RNG, at any number of ranks.
+
+    Collective; verify first.
+    """
+    reader = FileSystemReader(checkpoint / "state")
     values: dict[str, Any] = {
         "model": get_model_state_dict(model, options=_OPTIONS),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=_OPTIONS),
@@ -107,13 +121,14 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.O
     missing = sorted(f"model.{name}" for name in values["model"] if f"model.{name}" not in stored)
     if missing:
         raise UserError(
-            f"{checkpoint}: {len(missing)} trained parameters are not in this checkpoint (first: {missing[0]}): "
+            f"{checkpoint}: {len(missing)} trained parameters are not in this checkpoint (first: "
+            f"{missing[0]}): "
             "it was written by another model or LoRA setting; use another output_dir"
         )
     rng_key = f"rank{mesh.rank}"
     if f"rng.{rng_key}" in stored:
         values["rng"] = {rng_key: torch.get_rng_state()}
-    dcp.load(values, storage_reader=reader)
+    load(values, storage_reader=reader)
     set_model_state_dict(model, values["model"], options=_OPTIONS)
     set_optimizer_state_dict(model, optimizer, values["optimizer"], options=_OPTIONS)
     if "rng" in values:
@@ -136,20 +151,28 @@ def latest_checkpoint(output_dir: Path) -> Path | None:
 
 
 def verify_checkpoint(checkpoint: Path) -> None:
-    """Compare every file with the manifest. Raises UserError with one line per damaged, missing or foreign file."""
+    """Compare every file with the manifest.
+
+    Raises UserError with one line per damaged, missing or foreign file.
+    """
     try:
         manifest = json.loads((checkpoint / "manifest.json").read_text())
         files: dict[str, dict[str, Any]] = manifest["files"]
         step = int(manifest["step"])
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"{checkpoint}: manifest.json is missing or unreadable ({type(error).__name__}): the checkpoint is "
+            f"{checkpoint}: manifest.json is missing or unreadable ({type(error).__name__}): the "
+            "checkpoint is "
             "incomplete; delete it to resume from the one before"
         ) from error
     problems: list[str] = []
     if checkpoint.name != f"checkpoint-{step}":
-        problems.append(f"{checkpoint}: the manifest is of step {step}, the directory is not; restore its own manifest")
-    present = {_relative(checkpoint, path) for path in checkpoint.rglob("*") if path.is_file()} - {"manifest.json"}
+        problems.append(
+            f"{checkpoint}: the manifest is of step {step}, the directory is not; restore its own manifest"
+        )
+    present = {_relative(checkpoint, path) for path in checkpoint.rglob("*") if path.is_file()} - {
+        "manifest.json"
+    }
     remedy = "delete this checkpoint to resume from the one before"
     for name in sorted(present | files.keys()):
         path = checkpoint / name
@@ -158,7 +181,9 @@ def verify_checkpoint(checkpoint: Path) -> None:
         elif name not in present:
             problems.append(f"{path}: missing; {remedy}")
         elif path.stat().st_size != files[name]["size"]:
-            problems.append(f"{path}: {path.stat().st_size} bytes, the manifest says {files[name]['size']}; {remedy}")
+            problems.append(
+                f"{path}: {path.stat().st_size} bytes, the manifest says {files[name]['size']}; {remedy}"
+            )
         elif _sha256(path) != files[name]["sha256"]:
             problems.append(f"{path}: its bytes differ from the manifest's sha256; {remedy}")
     if problems:
@@ -174,14 +199,19 @@ def clean_partials(output_dir: Path) -> None:
 
 def _apply_retention(output_dir: Path, keep: int) -> None:
     checkpoints = sorted(
-        (int(match[1]), path) for path in output_dir.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))
+        (int(match[1]), path)
+        for path in output_dir.glob("checkpoint-*")
+        if (match := _NAME.fullmatch(path.name))
     )
     for _, path in checkpoints[:-keep] if keep > 0 else []:
         shutil.rmtree(path)
 
 
 def _hash_files(root: Path, paths: Any) -> dict[str, dict[str, Any]]:
-    return {_relative(root, path): {"size": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(paths)}
+    return {
+        _relative(root, path): {"size": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(paths)
+    }
 
 
 def _relative(root: Path, path: Path) -> str:

@@ -44,8 +44,8 @@ def run_loop(
 ) -> bool:
     """Train on `batches` until they end; return False when an agreed stop ended the run early.
 
-    A boundary drains the scheduler first, so a checkpoint never holds a pending rollout and the number of trained
-    batches always equals the position that is saved.
+    A boundary drains the scheduler first, so a checkpoint never holds a pending rollout and the number of
+    trained batches always equals the position that is saved.
     """
     for batch in batches:
         for step_record in scheduler.push(batch, batch.step):

@@ -18,7 +18,7 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """One optimizer update: the gradient norm before clipping, the learning rate used, and whether it was skipped."""
+    """One optimizer update: gradient norm before clipping, learning rate used, and whether it was skipped."""
 
     grad_norm: float
     lr: float
@@ -29,7 +29,8 @@ def lr_factor(update: int, schedule: str, warmup: int, horizon: int) -> float:
     """The learning rate of update `update` (0 = the first) as a fraction of its peak.
 
     Warm-up rises linearly and reaches the peak after `warmup` updates. Then "cosine" falls to 0 at `horizon`,
-    the number of updates of the whole run; "linear_warmup" stays at the peak. "constant" has no warm-up at all.
+    the number of updates of the whole run; "linear_warmup" stays at the peak. "constant" has no warm-up at
+    all.
     """
     if schedule == "constant":
         return 1.0
@@ -43,7 +44,10 @@ def lr_factor(update: int, schedule: str, warmup: int, horizon: int) -> float:
 
 
 def build_optimizer(parameters: Mapping[str, torch.nn.Parameter], spec: OptimizerSpec) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters. They are float32: bf16 weights swallow updates of lr 5e-6 whole."""
+    """AdamW over the trainable parameters.
+
+    They are float32: bf16 weights swallow updates of lr 5e-6 whole.
+    """
     trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
     assert trainable, "no trainable parameter"
     assert all(parameter.dtype == torch.float32 for parameter in trainable)
@@ -59,7 +63,9 @@ class Updater:
     resumed run needs no other scheduler state.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, spec: OptimizerSpec, horizon: int, updates: int = 0) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, spec: OptimizerSpec, horizon: int, updates: int = 0
+    ) -> None:
         self.optimizer = optimizer
         self.updates = updates
         self._spec = spec
@@ -92,7 +98,9 @@ class Updater:
         self.updates += 1
         if self._nonfinite_in_a_row >= spec.max_nonfinite_steps:
             raise NonFiniteError(
-                f"update {self.updates}: the gradient norm was {grad_norm} for {self._nonfinite_in_a_row} updates in a "
-                "row (max_nonfinite_steps): lower learning_rate or grpo_clip_range, or look at the last rewards"
+                f"update {self.updates}: the gradient norm was {grad_norm} for {self._nonfinite_in_a_row} "
+                "updates in a "
+                "row (max_nonfinite_steps): lower learning_rate or grpo_clip_range, or look at the last "
+                "rewards"
             )
         return UpdateResult(grad_norm=grad_norm, lr=lr, skipped=not finite)

@@ -28,16 +28,17 @@ def find_resume_point(
 ) -> ResumePoint | None:
     """The checkpoint this run continues from, or None for a fresh start.
 
-    Raises UserError when the newest checkpoint is damaged, when it belongs to a run with other values of a contract
-    key (model, data, reward, sampler, optimization) that `allow_changed` does not name, or when the directory holds a
-    run and auto_resume is off.
+    Raises UserError when the newest checkpoint is damaged, when it belongs to a run with other values of a
+    contract key (model, data, reward, sampler, optimization) that `allow_changed` does not name, or when the
+    directory holds a run and auto_resume is off.
     """
     checkpoint = latest_checkpoint(output_dir)
     if checkpoint is None:
         return None
     if not auto_resume:
         raise UserError(
-            f"output_dir {output_dir} already holds {checkpoint.name} and auto_resume is false: choose another "
+            f"output_dir {output_dir} already holds {checkpoint.name} and auto_resume is false: choose "
+            "another "
             "output_dir, or set --auto_resume to continue"
         )
     if verify:

@@ -11,7 +11,7 @@ from wan_trainer.types import UserError
 
 
 class RunLock:
-    """An advisory lock on `<output_dir>/.lock`; the kernel drops it when its owner dies, so it is never stale."""
+    """A lock on `<output_dir>/.lock`; the kernel drops it when its owner dies, so it is never stale."""
 
     def __init__(self, output_dir: Path) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -23,7 +23,8 @@ class RunLock:
             owner = self._file.read().strip() or "another process"
             self._file.close()
             raise UserError(
-                f"output_dir {output_dir} is in use by {owner}: wait for that run, stop it, or choose another output_dir"
+                f"output_dir {output_dir} is in use by {owner}: wait for that run, stop it, or choose "
+                "another output_dir"
             ) from error
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")

@@ -12,7 +12,7 @@ EXIT_STOPPED = 75
 
 
 class AgreedStop:
-    """Turns a signal that may reach only some ranks into a decision that every rank takes at the same batch."""
+    """Turns a signal that may reach only some ranks into a decision all ranks take at the same batch."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -27,5 +27,8 @@ class AgreedStop:
         self._asked = True
 
     def requested(self) -> bool:
-        """True on every rank once any rank was signalled. A collective: call it at the same place on all ranks."""
+        """True on every rank once any rank was signalled.
+
+        A collective: call it at the same place on all ranks.
+        """
         return agree(self._mesh, self._asked)
