@@ -1,0 +1,180 @@
+"""What a run was made from: code, packages, environment, and digests of its inputs."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from wan_trainer.recording.jsonl import Json
+
+_WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth"})
+_CONFIG_SUFFIXES = frozenset({".json", ".txt", ".model"})
+_DIFF_LIMIT_BYTES = 256 * 1024
+_GIT_TIMEOUT_S = 20
+_LAUNCHER_VARIABLES = re.compile(
+    r"WAN_TRAINER_\w+|MASTER_\w+|(LOCAL_|GROUP_)?WORLD_SIZE|(LOCAL_|GROUP_)?RANK|NCCL_\w+|GLOO_\w+"
+    r"|CUDA_VISIBLE_DEVICES|PYTORCH_CUDA_ALLOC_CONF|OMP_NUM_THREADS|TRITON_CACHE_DIR|CPATH|WANDB_MODE"
+)
+_SECRET_NAME = re.compile(r"(^|_)(api_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+_URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+MASK = "***"
+
+
+@dataclass(frozen=True)
+class CodeIdentity:
+    """The revision of the trainer. commit is None outside a git checkout, and `diff` is what HEAD lacks.
+
+    untracked: files git neither tracks nor ignores. diff_truncated: the difference was longer than 256 KiB.
+    """
+
+    commit: str | None
+    dirty: bool
+    diff: str = ""
+    diff_truncated: bool = False
+    untracked: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """A model directory: sha256 of each small text file, size in bytes of each weight file; POSIX paths."""
+
+    path: Path
+    family: str
+    configs: Mapping[str, str]
+    weights: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class DatasetIdentity:
+    """A dataset descriptor and the manifests it names: path -> sha256. samples: how many it resolves to."""
+
+    path: Path
+    sha256: str
+    manifests: Mapping[str, str]
+    samples: int
+
+
+@dataclass(frozen=True)
+class EvaluatorIdentity:
+    """The external evaluator a run was pinned to, and a digest of the scorer's environment if it has one."""
+
+    directory: Path
+    source_sha256: str
+    scorer_runtime_sha256: str | None = None
+
+
+def file_sha256(path: Path) -> str:
+    """sha256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def model_identity(path: Path, family: str) -> ModelIdentity:
+    """Digest the configuration and tokenizer files and list the weight sizes, without reading any weights."""
+    configs: dict[str, str] = {}
+    weights: dict[str, int] = {}
+    for file in sorted(path.rglob("*")):
+        if not file.is_file():
+            continue
+        name = file.relative_to(path).as_posix()
+        if file.suffix in _WEIGHT_SUFFIXES:
+            weights[name] = file.stat().st_size
+        elif file.suffix in _CONFIG_SUFFIXES:
+            configs[name] = file_sha256(file)
+    return ModelIdentity(path, family, configs, weights)
+
+
+def dataset_identity(path: Path, manifests: Sequence[Path], samples: int) -> DatasetIdentity:
+    """Digest a dataset descriptor (or prompt list) and its manifests."""
+    digests = {str(manifest): file_sha256(manifest) for manifest in manifests}
+    return DatasetIdentity(path, file_sha256(path), digests, samples)
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    """Output of a git command, or None when git is absent, refuses or takes too long."""
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(directory), *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_GIT_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode("utf-8", errors="replace")
+
+
+def code_identity(directory: Path) -> CodeIdentity:
+    """The revision of the checkout that tracks `directory` (the package's own, for a run)."""
+    # A package installed below somebody else's checkout is not part of it: ask for a tracked file first.
+    tracked = _git(directory, "ls-files", "--", ".")
+    commit = _git(directory, "rev-parse", "HEAD") if tracked else None
+    top = _git(directory, "rev-parse", "--show-toplevel") if commit else None
+    if commit is None or top is None:
+        return CodeIdentity(commit=None, dirty=False)
+    root = Path(top.rstrip("\n"))
+    diff = _git(root, "diff", "--no-color", "--no-ext-diff", "HEAD") or ""
+    others = _git(root, "ls-files", "--others", "--exclude-standard") or ""
+    untracked = tuple(others.splitlines()[:200])
+    cut = diff.encode("utf-8")[:_DIFF_LIMIT_BYTES].decode("utf-8", errors="ignore")
+    return CodeIdentity(commit.strip(), bool(diff or untracked), cut, len(cut) < len(diff), untracked)
+
+
+def package_versions() -> dict[str, str]:
+    """Version of every installed distribution, and of Python and the operating system."""
+    installed = {item.name: item.version for item in importlib.metadata.distributions() if item.name}
+    system = {"python": platform.python_version(), "platform": platform.platform()}
+    return system | dict(sorted(installed.items(), key=lambda pair: pair[0].lower()))
+
+
+def is_secret(name: str) -> bool:
+    """True for a variable, config key or flag whose name says that its value is a secret."""
+    return _SECRET_NAME.search(name.strip().lstrip("-").replace("-", "_")) is not None
+
+
+def masked(name: str, value: Json) -> Json:
+    """`value` without secrets: all of it when `name` says so, else what a URL carries before its host."""
+    if isinstance(value, Mapping):
+        return {key: masked(key, item) for key, item in value.items()}
+    if value is not None and value != "" and is_secret(name):
+        return MASK
+    if isinstance(value, str):
+        return _URL_LOGIN.sub(MASK, value)
+    if isinstance(value, Sequence):
+        return [masked("", item) for item in value]
+    return value
+
+
+def masked_arguments(arguments: Sequence[str]) -> list[str]:
+    """Command-line words without secrets, for both `--name value` and `--name=value`."""
+    words: list[str] = []
+    secret_follows = False
+    for word in arguments:
+        name, equals, value = word.partition("=")
+        if secret_follows and not word.startswith("--"):
+            words.append(MASK)
+        elif equals and is_secret(name):
+            words.append(f"{name}={MASK}" if value else word)
+        else:
+            words.append(_URL_LOGIN.sub(MASK, word))
+        secret_follows = word.startswith("--") and not equals and is_secret(name)
+    return words
+
+
+def launcher_environment(environment: Mapping[str, str]) -> dict[str, Json]:
+    """The variables that steer a run, sorted, secrets masked."""
+    return {
+        name: masked(name, environment[name])
+        for name in sorted(environment)
+        if _LAUNCHER_VARIABLES.fullmatch(name)
+    }
