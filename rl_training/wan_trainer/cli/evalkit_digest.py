@@ -1,0 +1,25 @@
+"""`wan-trainer evalkit-digest`: the digest that a config pins its evaluator with."""
+
+# ruff: noqa: T201
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from wan_trainer.rewards.evalkit import source_sha256
+from wan_trainer.types import UserError
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("directory", type=Path, help="the evaluator's checkout (holds run_evaluation.py)")
+
+
+def run(args: argparse.Namespace, rest: list[str]) -> int:
+    """Print the digest alone, fit for `vbvr_reward_evalkit_source_sha256`."""
+    if rest:
+        raise UserError(
+            f"evalkit-digest: unexpected argument {rest[0]}; usage: wan-trainer evalkit-digest DIRECTORY"
+        )
+    print(source_sha256(args.directory))
+    return 0
