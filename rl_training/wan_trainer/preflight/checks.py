@@ -1,0 +1,82 @@
+"""All checks before torchrun starts, in one list, so that one attempt shows everything to mend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+
+from wan_trainer.config.resolve import resolve, unbuilt
+from wan_trainer.config.schema import GrpoConfig
+from wan_trainer.config.specs import RunSpec
+from wan_trainer.preflight.inputs import check_clip_length, check_dataset, check_evaluator, check_queue
+from wan_trainer.preflight.machine import check_accelerator, check_disk
+from wan_trainer.preflight.model_files import check_model_directory
+from wan_trainer.preflight.network import check_rendezvous
+from wan_trainer.preflight.problem import Problem
+from wan_trainer.topology import FAMILIES, Topology, resolve_topology
+from wan_trainer.types import UserError
+
+DEFAULT_ADDRESS = "127.0.0.1"
+DEFAULT_PORT = 29500
+
+
+def resolve_here(config: GrpoConfig) -> RunSpec:
+    """The specification of the run on this machine: `device: auto` is what torch finds here."""
+    return resolve(config, cuda_available=torch.cuda.is_available())
+
+
+def run_checks(
+    config: GrpoConfig, nodes: int, nproc: int, rank: int, env: Mapping[str, str]
+) -> list[Problem]:
+    """Every finding on this node: config, model, data, reward, machine and network, in this order."""
+    problems = [Problem(line) for line in unbuilt(config)]
+    topology: Topology | None = None
+    try:
+        topology = resolve_topology(config, nodes, nproc)
+    except UserError as error:
+        problems += [Problem(line) for line in error.problems]
+    try:
+        spec = resolve_here(config)
+    except UserError as error:
+        return problems + [Problem(line) for line in error.problems] + check_network(nodes, rank, env)
+    model_lines = check_model_directory(spec.model.path, spec.model.family)
+    problems += [Problem(line) for line in model_lines]
+    found, tasks = check_dataset(spec.data, FAMILIES[spec.model.family].needs_image)
+    problems += found
+    problems += check_evaluator(spec.reward, tasks)
+    problems += check_clip_length(spec.data, spec.reward)
+    if topology is not None:
+        problems += check_queue(spec.reward, topology, spec.grpo.depth)
+        problems.append(count_scorers(spec, topology))
+    problems += check_accelerator(spec.device, nproc, env)
+    if not model_lines:
+        problems += check_disk(spec.output.output_dir, spec.model, spec.optimizer.ema_decay > 0)
+    return problems + check_network(nodes, rank, env)
+
+
+def check_network(nodes: int, rank: int, env: Mapping[str, str]) -> list[Problem]:
+    """The rendezvous of the environment, as the launcher sets it."""
+    address = env.get("MASTER_ADDR") or DEFAULT_ADDRESS
+    port = env.get("MASTER_PORT") or str(DEFAULT_PORT)
+    if not port.isdecimal() or not 1 <= int(port) <= 65535:
+        return [Problem(f"MASTER_PORT is '{port}': set a port in 1..65535")]
+    return check_rendezvous(address, int(port), nodes, rank)
+
+
+def count_scorers(spec: RunSpec, topology: Topology) -> Problem:
+    """Scorer processes and threads of this node: the config counts them per rank, easily overlooked."""
+    submitting = topology.nproc // topology.tp
+    processes = spec.reward.workers * submitting
+    threads = processes * spec.reward.threads_per_worker
+    cores = os.cpu_count() or 1
+    line = (
+        f"{processes} scorer processes with {threads} threads on {cores} cores "
+        f"({submitting} ranks x {spec.reward.workers} workers x {spec.reward.threads_per_worker} threads)"
+    )
+    if threads > 4 * cores:
+        return Problem(
+            f"{line}: set fewer --vbvr_reward_cpu_workers or --vbvr_reward_cpu_threads_per_worker", "warning"
+        )
+    return Problem(line, "note")

@@ -1,0 +1,119 @@
+"""The dataset and the evaluator of a run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from wan_trainer.config.specs import DataSpec, RuleRewardSpec
+from wan_trainer.data.dataset import load_dataset
+from wan_trainer.preflight.machine import check_scratch
+from wan_trainer.preflight.problem import Problem
+from wan_trainer.rewards.evalkit import check_checkout, supported_tasks, unsupported_message
+from wan_trainer.topology import Topology, pending_rewards_needed
+from wan_trainer.types import Sample, UserError
+
+_SAMPLED = 16
+
+
+def check_dataset(spec: DataSpec, needs_image: bool) -> tuple[list[Problem], frozenset[str]]:
+    """The descriptor, the number of samples, the files of a few; also the task names of all samples."""
+    try:
+        dataset = load_dataset(spec)
+    except UserError as error:
+        return [Problem(line) for line in error.problems], frozenset()
+    problems: list[Problem] = []
+    size = len(dataset)
+    if size == 0:
+        problems.append(Problem(f"dataset_json: {spec.dataset_json} holds no sample: unpack the data first"))
+    if spec.dataset_size is not None and spec.dataset_size != size:
+        line = f"dataset_size is {spec.dataset_size}, {spec.dataset_json} holds {size} samples"
+        problems.append(Problem(f"{line}: complete the dataset, or set --dataset_size {size}"))
+    stride = max(1, size // _SAMPLED)
+    for index in range(0, size, stride):
+        problems += _check_sample(dataset[index], needs_image)
+    return problems, frozenset(sample.task for sample in dataset)
+
+
+def _check_sample(sample: Sample, needs_image: bool) -> list[Problem]:
+    files: list[Path | None] = [
+        sample.first_frame,
+        sample.ground_truth_video,
+        sample.final_frame,
+        sample.metadata,
+    ]
+    problems = [
+        Problem(f"dataset: {path} of sample {sample.sample_id} is missing or empty: unpack its task again")
+        for path in files
+        if path is not None and not (path.is_file() and path.stat().st_size)
+    ]
+    if needs_image and sample.first_frame is None:
+        line = f"dataset: sample {sample.sample_id} has no first frame, an image-to-video model needs one"
+        problems.append(Problem(f"{line}: add the image or use a text-to-video model"))
+    return problems
+
+
+def check_evaluator(spec: RuleRewardSpec, tasks: frozenset[str]) -> list[Problem]:
+    """The pinned evaluator: its digest, that it imports, the tasks it knows, EasyOCR's models and ffprobe."""
+    problems: list[Problem] = []
+    try:
+        check_checkout(spec.evalkit_dir, spec.source_sha256)
+        problems += _check_tasks(spec, tasks)
+    except UserError as error:
+        problems += [Problem(line) for line in error.problems]
+    ocr = spec.easyocr_module_path
+    if ocr is not None and not ocr.is_dir():
+        line = f"vbvr_reward_easyocr_module_path: {ocr} is not a directory"
+        problems.append(Problem(f"{line}: put EasyOCR's models there, or set null"))
+    if shutil.which("ffprobe") is None and _mentions(spec.evalkit_dir, "ffprobe"):
+        line = f"the evaluator in {spec.evalkit_dir} calls ffprobe, which is not on PATH: install ffmpeg"
+        problems.append(Problem(line))
+    return problems + check_scratch("vbvr_reward_tmp_dir", spec.tmp_dir)
+
+
+def _check_tasks(spec: RuleRewardSpec, tasks: frozenset[str]) -> list[Problem]:
+    if not tasks:
+        return []
+    names = supported_tasks(spec.evalkit_dir, tasks, easyocr_module_path=spec.easyocr_module_path)
+    if not names.unknown:
+        return []
+    line = unsupported_message(names.unknown)
+    if spec.unsupported_score is None:
+        return [Problem(line)]
+    return [
+        Problem(f"{line}; they score vbvr_reward_unsupported_score {spec.unsupported_score:g}", "warning")
+    ]
+
+
+def _mentions(directory: Path, word: str) -> bool:
+    sources: Sequence[Path] = [directory / "run_evaluation.py", *directory.glob("vbvr_bench/**/*.py")]
+    return any(
+        word in path.read_text(encoding="utf-8", errors="replace") for path in sources if path.is_file()
+    )
+
+
+def check_clip_length(data: DataSpec, reward: RuleRewardSpec) -> list[Problem]:
+    """A rollout longer than the evaluator's limit loses its tail, and with it the judged final frame."""
+    seconds = data.num_frames / reward.fps
+    if seconds <= reward.max_duration_s:
+        return []
+    frames = int(reward.max_duration_s * reward.fps - 1) // 4 * 4 + 1
+    line = (
+        f"a rollout of {data.num_frames} frames at {reward.fps} fps lasts {seconds:.4g} s, the evaluator "
+        f"sees the first {reward.max_duration_s:g} s and never the final frame: set "
+        f"--vbvr_reward_max_duration_seconds {seconds:.4g}, or --num_frames {frames}"
+    )
+    return [Problem(line, "warning")]
+
+
+def check_queue(reward: RuleRewardSpec, topology: Topology, depth: int) -> list[Problem]:
+    """The scoring queue of a rank must hold all rollouts that can wait for a verdict at once."""
+    needed = pending_rewards_needed(topology, depth)
+    if reward.max_pending_jobs >= needed:
+        return []
+    line = (
+        f"vbvr_reward_max_pending_jobs is {reward.max_pending_jobs}, {topology.rollouts_per_rank} rollouts "
+        f"a rank and {depth} steps of delay need {needed}: set --vbvr_reward_max_pending_jobs {needed}"
+    )
+    return [Problem(line)]

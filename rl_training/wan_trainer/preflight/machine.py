@@ -1,0 +1,132 @@
+"""This machine: CUDA devices, compiler, Python headers, Triton's driver, disk space."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from wan_trainer.config.specs import Device, ModelSpec
+from wan_trainer.preflight.model_files import adapter_elements, trained_elements
+from wan_trainer.preflight.problem import Problem
+
+_TRITON_TIMEOUT_S = 120.0
+_TRITON_PROBE = "from triton.runtime import driver; print(driver.active.get_current_target())"
+_GIB = 1 << 30
+
+
+def check_accelerator(device: Device, nproc: int, env: Mapping[str, str]) -> list[Problem]:
+    """GPU checks for a CUDA run; on the CPU one note that they were skipped."""
+    if device == "cpu":
+        return [
+            Problem("device is cpu: the checks of CUDA devices, compiler and Triton were skipped", "note")
+        ]
+    if not torch.cuda.is_available():
+        line = (
+            f"device is cuda, but torch {torch.__version__} finds no usable CUDA device: run where there are "
+            "GPUs and a driver that suits this torch, or pass --device cpu (gloo; meant for tiny models)"
+        )
+        return [Problem(line)]
+    problems: list[Problem] = []
+    count = torch.cuda.device_count()
+    if count < nproc:
+        visible = env.get("CUDA_VISIBLE_DEVICES")
+        which = f"CUDA_VISIBLE_DEVICES={visible} leaves" if visible is not None else "this machine has"
+        problems.append(Problem(f"--nproc {nproc}, but {which} {count} CUDA devices: pass --nproc {count}"))
+    if env.get("WAN_TRAINER_SKIP_TRITON_PREFLIGHT") == "1":
+        problems.append(
+            Problem("WAN_TRAINER_SKIP_TRITON_PREFLIGHT=1: compiler and Triton were not checked", "note")
+        )
+        return problems
+    toolchain = check_toolchain(env)
+    return problems + (toolchain or check_triton())
+
+
+def check_toolchain(env: Mapping[str, str]) -> list[Problem]:
+    """Triton compiles a C extension against Python.h when it starts."""
+    problems: list[Problem] = []
+    compilers = [env["CC"]] if env.get("CC") else ["gcc", "cc", "clang"]
+    if not any(shutil.which(compiler, path=env.get("PATH")) for compiler in compilers):
+        line = f"no C compiler ({', '.join(compilers)}) on PATH, Triton needs one: install gcc, or set CC"
+        problems.append(Problem(line))
+    folders = [sysconfig.get_path("include")]
+    for name in ("CPATH", "C_INCLUDE_PATH"):
+        folders += [folder for folder in env.get(name, "").split(os.pathsep) if folder]
+    if not any(Path(folder, "Python.h").is_file() for folder in folders):
+        line = (
+            f"Python.h is not in {folders[0]}, Triton needs it: install the headers of Python 3.12 "
+            "(python3.12-dev), or set WAN_TRAINER_PYTHON_INCLUDE to their directory"
+        )
+        problems.append(Problem(line))
+    return problems
+
+
+def check_triton() -> list[Problem]:
+    """Build and load Triton's driver in a process of its own, so that preflight holds no GPU memory."""
+    command = [sys.executable, "-c", _TRITON_PROBE]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TRITON_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        reason = f"no answer within {_TRITON_TIMEOUT_S:g} s"
+    else:
+        if done.returncode == 0:
+            return []
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    line = (
+        f"Triton cannot build its driver ({reason}): check TRITON_CACHE_DIR, the compiler and libcuda.so.1, "
+        "or set WAN_TRAINER_SKIP_TRITON_PREFLIGHT=1 when nothing compiled is used"
+    )
+    return [Problem(line)]
+
+
+def check_disk(output_dir: Path, model: ModelSpec, ema: bool) -> list[Problem]:
+    """Writable, and room for two checkpoints: fp32 parameters, two Adam moments, and EMA if there is one."""
+    folder = nearest_existing(output_dir)
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return [
+            Problem(
+                f"output_dir {output_dir}: {folder} is not a writable directory: set another --output_dir"
+            )
+        ]
+    needed = 2 * 4 * (3 + int(ema)) * checkpoint_elements(model)
+    free = shutil.disk_usage(folder).free
+    if free >= needed:
+        return []
+    line = (
+        f"output_dir {output_dir} has {free / _GIB:.1f} GiB free, two checkpoints need "
+        f"{needed / _GIB:.1f} GiB: free some space or set another --output_dir"
+    )
+    return [Problem(line)]
+
+
+def checkpoint_elements(model: ModelSpec) -> int:
+    """Number of trained parameters, from the headers of the weight files."""
+    experts = ("transformer", "transformer_2")
+    if model.train_experts != "both":
+        experts = ("transformer",) if model.train_experts == "high" else ("transformer_2",)
+    present = tuple(expert for expert in experts if (model.path / expert).is_dir())
+    if model.lora is not None:
+        return adapter_elements(model.path, present, model.lora.rank, model.lora.target_modules)
+    return trained_elements(model.path, present)
+
+
+def check_scratch(name: str, folder: Path) -> list[Problem]:
+    """A directory for temporary files can be made and written."""
+    existing = nearest_existing(folder)
+    if existing.is_dir() and os.access(existing, os.W_OK):
+        return []
+    return [Problem(f"{name} {folder}: {existing} is not a writable directory: set another --{name}")]
+
+
+def nearest_existing(path: Path) -> Path:
+    """`path`, or its nearest ancestor that exists."""
+    for candidate in (path, *path.parents):
+        if candidate.exists():
+            return candidate
+    return path

@@ -1,0 +1,137 @@
+"""Runs torchrun as a child: passes signals on to the ranks and turns the recorded status into its own.
+
+torchrun itself answers a signal by killing every rank after 30 seconds, which is less than one training step,
+and turns every way a rank can end into status 1. So torchrun gets a session of its own, a signal goes to the
+ranks directly (they stop at a safe point, save and exit 75), and what rank 0 wrote into run.json decides the
+status. A second signal goes to torchrun, for those who do not want to wait.
+
+    python -m wan_trainer.preflight.supervise --output-dir DIR -- COMMAND [ARGUMENT ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+
+EXIT_DONE = 0
+EXIT_FAILURE = 1
+EXIT_BAD_INPUT = 2
+EXIT_STOPPED = 75
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM)
+
+
+class TorchrunChild:
+    """One torchrun process and the ranks below it."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._signals = 0
+        self._early: signal.Signals | None = None
+        # Handlers first: a signal that arrives while torchrun starts is kept and passed on.
+        self._process: subprocess.Popen[bytes] | None = None
+        for number in _FORWARDED:
+            signal.signal(number, self._forward)
+        self._process = subprocess.Popen(command, start_new_session=True)
+        if self._early is not None:
+            self._process.send_signal(self._early)
+
+    def wait(self) -> int:
+        """torchrun's own exit status; a child that a signal ended counts as failed."""
+        assert self._process is not None
+        return self._process.wait()
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._process is None:
+            self._early = signal.Signals(number)
+            return
+        ranks = children(self._process.pid)
+        name = signal.Signals(number).name
+        if self._signals == 1 and ranks:
+            _say(f"{name}: the ranks stop at the next safe point and save; a second signal ends them at once")
+            for pid in ranks:
+                _signal(pid, number)
+        else:
+            _say(f"{name}: ending the run now")
+            _signal(self._process.pid, number)
+
+
+def children(pid: int) -> list[int]:
+    """The direct children of a process, from /proc; empty when it has ended."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found.extend(int(child) for child in task.read_text(encoding="ascii").split())
+        except OSError:  # the thread ended between listing and reading
+            continue
+    return found
+
+
+def recorded_status(output_dir: Path) -> int | None:
+    """`exit_status` of run.json, None when there is no such record or the run did not come to its end."""
+    try:
+        record = json.loads((output_dir / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    status = record.get("exit_status") if isinstance(record, dict) else None
+    return status if isinstance(status, int) else None
+
+
+def fingerprint(output_dir: Path) -> tuple[int, int, int] | None:
+    """Identity of the run.json that is there now; it changes when a run writes it again."""
+    try:
+        found = (output_dir / "run.json").stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def translate(torchrun_status: int, recorded: int | None) -> int:
+    """The launcher's status. A record can explain a failure of torchrun, never turn it into a success."""
+    if torchrun_status == EXIT_DONE:
+        return EXIT_DONE
+    return recorded if recorded in (EXIT_BAD_INPUT, EXIT_STOPPED) else EXIT_FAILURE
+
+
+def supervise(command: list[str], output_dir: Path) -> int:
+    """Run `command` to its end and return the launcher's exit status."""
+    before = fingerprint(output_dir)
+    status = TorchrunChild(command).wait()
+    # A record that nobody touched is that of an earlier run in the same directory.
+    recorded = recorded_status(output_dir) if fingerprint(output_dir) != before else None
+    result = translate(status, recorded)
+    if result == EXIT_STOPPED:
+        _say("stopped by a signal after saving; the same command goes on from there")
+    return result
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _say(text: str) -> None:
+    # Also called from the signal handler, where a buffered stream may be in use already.
+    os.write(sys.stderr.fileno(), f"launcher: {text}\n".encode())
+
+
+def main() -> int:
+    """Entry point of the fish launchers."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    return supervise(command, args.output_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
