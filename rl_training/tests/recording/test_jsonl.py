@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wan_trainer.recording.jsonl import JsonlFile, as_json, encode, read_rows, write_atomic
+from wan_trainer.recording.jsonl import JsonlFile, RowReader, as_json, encode, write_atomic
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,19 @@ def test_opening_mends_a_torn_last_line(tmp_path: Path, content: bytes, kept: li
 def test_reading_counts_damaged_lines(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"a": 1}\nnot json\n[1]\n\n{"a": 2}\n{"a": 3')
-    found = read_rows(path)
-    assert [row["a"] for row in found.rows] == [1, 2]
-    assert found.damaged == 3
-    assert read_rows(tmp_path / "absent").rows == ()
+    reader = RowReader(path)
+    assert [row["a"] for row in reader] == [1, 2]
+    assert reader.damaged == 3
+    assert list(RowReader(tmp_path / "absent")) == []
+
+
+def test_reading_the_tail_starts_at_a_whole_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"a": {number}}}\n' for number in range(10)))
+    reader = RowReader(path, tail_bytes=25)
+    assert [row["a"] for row in reader] == [8, 9]
+    assert reader.damaged == 0
+    assert len(list(RowReader(path, tail_bytes=1000))) == 10
 
 
 def test_a_row_is_on_disk_when_append_returns(tmp_path: Path) -> None:
@@ -102,7 +111,7 @@ def test_a_row_is_on_disk_when_append_returns(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], check=False)
     assert done.returncode == -signal.SIGKILL
-    assert [row["a"] for row in read_rows(path).rows] == list(range(50))
+    assert [row["a"] for row in RowReader(path)] == list(range(50))
 
 
 def test_keeping_rows_is_atomic_and_appending_goes_on(tmp_path: Path) -> None:
@@ -128,7 +137,7 @@ def test_a_failed_filter_loses_nothing(tmp_path: Path) -> None:
         file.keep(lambda row: bool(row["missing"]))
     file.append({"a": 2})
     file.close()
-    assert [row["a"] for row in read_rows(path).rows] == [1, 2]
+    assert [row["a"] for row in RowReader(path)] == [1, 2]
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -9,7 +9,7 @@ import pytest
 from wan_trainer.config.specs import OutputSpec
 from wan_trainer.recording.clock import Span
 from wan_trainer.recording.console import console_for
-from wan_trainer.recording.jsonl import read_rows
+from wan_trainer.recording.jsonl import RowReader
 from wan_trainer.recording.opening import open_run_log
 from wan_trainer.recording.rows import parse_video_name, reward_rows, video_name
 from wan_trainer.recording.run_dir import NullRunLog, RunWriter
@@ -41,7 +41,7 @@ def test_metrics_hold_every_field_strictly(tmp_path: Path, step_record: MakeReco
     log = RunWriter(tmp_path)
     log.step(step_record(grad_norm=math.nan, replayed_per_expert={"transformer": 16}))
     log.close(0)
-    (row,) = read_rows(log.files.metrics).rows
+    (row,) = RowReader(log.files.metrics)
     assert set(row) == {field.name for field in fields(StepRecord)}
     assert row["policy_loss"] == -1.23456789012e-7
     assert row["grad_norm"] is None
@@ -54,7 +54,7 @@ def test_rewards_and_their_errors(tmp_path: Path) -> None:
     samples, table = table_of(4)
     log.rewards(reward_rows(samples, table))
     log.close(0)
-    rows = read_rows(log.files.rewards).rows
+    rows = list(RowReader(log.files.rewards))
     assert rows[0] == {
         "step": 4,
         "task": "pick",
@@ -67,7 +67,7 @@ def test_rewards_and_their_errors(tmp_path: Path) -> None:
         "error": None,
     }
     assert [row["reward"] for row in rows] == [0.75, None, None, None]
-    errors = read_rows(log.files.reward_errors).rows
+    errors = list(RowReader(log.files.reward_errors))
     assert [(row["sample_id"], row["member"], row["reason"]) for row in errors] == [
         ("pick/a1", 1, "timeout after 5 s"),
         ("place/b2", 0, "reward is not finite (nan)"),
@@ -156,7 +156,7 @@ def test_opening_cuts_back_and_prints_plain_lines(
     for batch in range(2, 6):
         log.step(step_record(step=batch + 1, batch=batch, ratio_max_dev=1.5e-7))
     log.close(0)
-    assert [row["step"] for row in read_rows(log.files.metrics).rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in RowReader(log.files.metrics)] == [1, 2, 3, 4, 5, 6]
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[2] for line in lines] == ["3/6", "4/6", "6/6"]
     assert "ratio dev 1.50e-07 (on-policy)" in lines[0]

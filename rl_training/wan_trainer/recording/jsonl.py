@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from numbers import Integral, Real
 from pathlib import Path
 
@@ -70,28 +70,31 @@ def parse_line(line: bytes) -> JsonObject | None:
     return value if isinstance(value, dict) else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """What a file holds: its rows in order, and how many lines were damaged and left out."""
+class RowReader:
+    """Iterates over the rows of a file that may be absent, empty, torn, or still being written.
 
-    rows: tuple[JsonObject, ...] = ()
-    damaged: int = 0
+    Damaged lines are left out and counted in `damaged`. With `tail_bytes`, only rows that begin within that many
+    bytes of the end are read.
+    """
 
+    def __init__(self, path: Path, tail_bytes: int | None = None) -> None:
+        self.path = path
+        self.tail_bytes = tail_bytes
+        self.damaged = 0
 
-def read_rows(path: Path) -> Rows:
-    """The rows of a file that may be absent, empty, torn, or still being written."""
-    rows: list[JsonObject] = []
-    damaged = 0
-    if not path.is_file():
-        return Rows()
-    with path.open("rb") as file:
-        for line in file:
-            row = parse_line(line)
-            if row is not None:
-                rows.append(row)
-            elif line.strip():
-                damaged += 1
-    return Rows(tuple(rows), damaged)
+    def __iter__(self) -> Iterator[JsonObject]:
+        if not self.path.is_file():
+            return
+        with self.path.open("rb") as file:
+            if self.tail_bytes is not None and self.path.stat().st_size > self.tail_bytes:
+                file.seek(-self.tail_bytes, os.SEEK_END)
+                file.readline()
+            for line in file:
+                row = parse_line(line)
+                if row is not None:
+                    yield row
+                elif line.strip():
+                    self.damaged += 1
 
 
 class JsonlFile:
