@@ -68,7 +68,7 @@ def flow_grpo(
     g has a pole at s = 1, the first step of a rollout: there s is replaced by s' = s_1.
     """
     level = _replace_one(sigma, sigma_next)
-    return rf_sde(x_t, velocity, sigma, sigma_next, eta * _sqrt(level / (1 - level)))
+    return rf_sde(x_t, velocity, sigma, sigma_next, eta.to(x_t) * _sqrt(level / (1 - level)))
 
 
 TRANSITIONS: Mapping[TransitionKind, TransitionFunction] = {
