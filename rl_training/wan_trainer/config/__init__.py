@@ -1,0 +1,63 @@
+"""The public configuration: schema, loading, rules, and the specifications that components take.
+
+Names load on first use: scorer processes import `config.specs` alone and should not pay for the schema.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wan_trainer.config.contract import (
+        contract_changes,
+        contract_digests,
+        contract_values,
+        public_values,
+    )
+    from wan_trainer.config.device import resolve_device, unbuilt
+    from wan_trainer.config.family import known_family, read_family
+    from wan_trainer.config.load import LoadedConfig, load_config, load_with_sources
+    from wan_trainer.config.paths import caller_directory, find_config, trainer_path, trainer_root
+    from wan_trainer.config.resolution import replay_depth, resolve
+    from wan_trainer.config.schema import SECTIONS, GrpoConfig, keys
+
+__all__ = [
+    "SECTIONS",
+    "GrpoConfig",
+    "LoadedConfig",
+    "caller_directory",
+    "contract_changes",
+    "contract_digests",
+    "contract_values",
+    "find_config",
+    "keys",
+    "known_family",
+    "load_config",
+    "load_with_sources",
+    "public_values",
+    "read_family",
+    "replay_depth",
+    "resolve",
+    "resolve_device",
+    "trainer_path",
+    "trainer_root",
+    "unbuilt",
+]
+
+_HOMES = {
+    "contract": ("contract_changes", "contract_digests", "contract_values", "public_values"),
+    "device": ("resolve_device", "unbuilt"),
+    "family": ("known_family", "read_family"),
+    "load": ("LoadedConfig", "load_config", "load_with_sources"),
+    "paths": ("caller_directory", "find_config", "trainer_path", "trainer_root"),
+    "resolution": ("replay_depth", "resolve"),
+    "schema": ("SECTIONS", "GrpoConfig", "keys"),
+}
+_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

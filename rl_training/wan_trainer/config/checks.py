@@ -1,0 +1,397 @@
+"""Rules between the values of a configuration. Every rule is one function; all are always asked."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from wan_trainer.config.family import known_family
+from wan_trainer.topology import FAMILIES, check_video_shape, divisors
+
+if TYPE_CHECKING:
+    from wan_trainer.config.schema import GrpoConfig
+
+ATTENTION_BACKENDS = (
+    "native",
+    "_native_cudnn",
+    "_native_efficient",
+    "_native_flash",
+    "_native_math",
+    "flash",
+    "flash_hub",
+    "flash_varlen",
+    "flash_varlen_hub",
+    "flash_4_hub",
+    "_flash_3",
+    "_flash_varlen_3",
+    "_flash_3_hub",
+    "_flash_3_varlen_hub",
+    "flex",
+    "sage",
+    "sage_hub",
+    "sage_varlen",
+    "xformers",
+)
+"""Diffusers' names for CUDA attention that has a backward pass or an exact forward."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A broken rule: the keys it is about, the decisive one first, and the line for the user."""
+
+    keys: tuple[str, ...]
+    text: str
+
+
+Rule = Callable[["GrpoConfig"], Iterator[Problem]]
+
+
+def contradictions(config: GrpoConfig) -> list[Problem]:
+    """Every rule between keys that `config` breaks."""
+    return [problem for rule in RULES for problem in rule(config)]
+
+
+def refuse(key: str, text: str, *others: str) -> Problem:
+    return Problem((key, *others), f"{key}: {text}")
+
+
+def _required(config: GrpoConfig) -> Iterator[Problem]:
+    if not config.model_path:
+        yield refuse("model_path", "is missing; name the Diffusers directory of the model")
+    if not config.dataset_json:
+        yield refuse("dataset_json", "is missing; name the dataset descriptor that wan-trainer unpack wrote")
+    if not config.output_dir:
+        yield refuse("output_dir", "is missing; name the directory of the run")
+
+
+def _not_built(config: GrpoConfig) -> Iterator[Problem]:
+    if config.trainer != "dancegrpo":
+        yield refuse("trainer", f"{config.trainer} is not a trainer of this release; use dancegrpo (GRPO)")
+    if config.latent_webdataset_dir is not None:
+        yield refuse(
+            "latent_webdataset_dir",
+            "pre-encoded latents are not an input: GRPO encodes the first frame itself and never the target "
+            "video; use null and dataset_json",
+        )
+    if config.expert_parallel:
+        yield refuse(
+            "expert_parallel",
+            "true is refused: experts on separate ranks are not built; use false, which "
+            "shards both experts over all ranks",
+        )
+    idle: tuple[tuple[str, object, object], ...] = (
+        ("rl_train_node_count", config.rl_train_node_count, 0),
+        ("rl_train_rank_count", config.rl_train_rank_count, 0),
+        ("rl_actor_weight_sync", config.rl_actor_weight_sync, "none"),
+        ("rl_actor_weight_sync_interval", config.rl_actor_weight_sync_interval, 1),
+        ("rl_async_rollout_prefetch_steps", config.rl_async_rollout_prefetch_steps, 0),
+        ("rl_split_debug_logs", config.rl_split_debug_logs, False),
+    )
+    for name, value, accepted in idle:
+        if value != accepted:
+            shown = str(accepted).lower()
+            yield refuse(
+                name, f"{str(value).lower()} is refused: separate rollout actors are not built; use {shown}"
+            )
+    if config.rl_async_rollout:
+        yield refuse(
+            "rl_async_rollout",
+            "true is refused: separate rollout actors are not built; use false, and max_off_policy_steps: 1 "
+            "for overlap",
+        )
+
+
+def _video_shape(config: GrpoConfig) -> Iterator[Problem]:
+    for line in check_video_shape(known_family(config), config.num_frames, config.height, config.width):
+        name = line.partition(":")[0]
+        yield Problem((name, "model_family"), line)
+
+
+def _experts(config: GrpoConfig) -> Iterator[Problem]:
+    family = known_family(config)
+    if family is not None and FAMILIES[family].experts == 1 and config.train_experts != "both":
+        yield refuse(
+            "train_experts",
+            f"{config.train_experts} needs a two-expert model, and {family} has one; use both",
+            "model_family",
+        )
+
+
+def _adapters(config: GrpoConfig) -> Iterator[Problem]:
+    defaults = type(config).model_fields
+    if config.lora_rank > 0:
+        return
+    for name, value in (
+        ("lora_alpha", config.lora_alpha),
+        ("lora_target_modules", config.lora_target_modules),
+        ("lora_module_prefix", config.lora_module_prefix),
+    ):
+        if value != defaults[name].get_default(call_default_factory=True):  # pyright: ignore[reportCallIssue]
+            yield refuse(
+                name,
+                f"{value} acts on adapters, and lora_rank is 0; set lora_rank or remove {name}",
+                "lora_rank",
+            )
+    if config.transformer_load_dtype in ("bfloat16", "float16"):
+        yield refuse(
+            "transformer_load_dtype",
+            f"{config.transformer_load_dtype} would round away most updates of full fine-tuning; use auto or "
+            "float32 (param_dtype already computes in 16 bits)",
+            "lora_rank",
+        )
+
+
+def _kernels(config: GrpoConfig) -> Iterator[Problem]:
+    backend = config.attention_backend
+    if backend not in ATTENTION_BACKENDS:
+        near = difflib.get_close_matches(backend, ATTENTION_BACKENDS, 1) or ["native"]
+        yield refuse(
+            "attention_backend", f"{backend} is not an attention backend of Diffusers; use {near[0]}"
+        )
+    if backend == "_native_cudnn" and config.disable_cudnn_sdp:
+        yield refuse(
+            "attention_backend",
+            "_native_cudnn is switched off by disable_cudnn_sdp: true; use native or --no-disable_cudnn_sdp",
+            "disable_cudnn_sdp",
+        )
+    if config.torch_compile_mode is not None and config.torch_compile_backend != "inductor":
+        yield refuse(
+            "torch_compile_mode",
+            f"{config.torch_compile_mode} is a mode of inductor, and torch_compile_backend is "
+            f"{config.torch_compile_backend}; use null",
+            "torch_compile_backend",
+        )
+    if config.hsdp and not config.fsdp:
+        yield refuse("hsdp", "true shards within a node, and fsdp is false; use --fsdp or --no-hsdp", "fsdp")
+
+
+def _order(config: GrpoConfig) -> Iterator[Problem]:
+    if config.shuffle_raw_indices is not None and config.shuffle_raw_indices != config.shuffle:
+        yield refuse(
+            "shuffle",
+            f"{str(config.shuffle).lower()} contradicts shuffle_raw_indices: "
+            f"{str(config.shuffle_raw_indices).lower()}, its recipe spelling; set only one "
+            "(--shuffle_raw_indices null)",
+            "shuffle_raw_indices",
+        )
+
+
+def _resume(config: GrpoConfig) -> Iterator[Problem]:
+    if config.reset_dataloader is not None and config.resume_from is None:
+        yield refuse(
+            "reset_dataloader",
+            f"{str(config.reset_dataloader).lower()} acts on resume_from, which is null; use null or set "
+            "resume_from",
+            "resume_from",
+        )
+
+
+def _waves(config: GrpoConfig) -> Iterator[Problem]:
+    wave = config.grpo_shared_prompt_microbatch_size
+    if wave is None:
+        return
+    name = "grpo_shared_prompt_microbatch_size"
+    if not config.grpo_shared_prompt_batch:
+        yield refuse(
+            name,
+            f"{wave} needs grpo_shared_prompt_batch: true; use null or --grpo_shared_prompt_batch",
+            "grpo_shared_prompt_batch",
+        )
+    elif config.batch_size % wave:
+        valid = divisors(config.batch_size)
+        below = [n for n in valid if n < wave][-1:]
+        above = [n for n in valid if n > wave][:1]
+        near = " or ".join(str(n) for n in below + above)
+        yield refuse(name, f"{wave} does not divide batch_size {config.batch_size}; use {near}", "batch_size")
+
+
+def _chunks(config: GrpoConfig) -> Iterator[Problem]:
+    sample, train = config.grpo_sample_batch_size, config.grpo_train_sample_batch_size
+    if train is not None and sample % train:
+        near = max(n for n in divisors(sample) if n <= train)
+        yield refuse(
+            "grpo_train_sample_batch_size",
+            f"{train} does not divide grpo_sample_batch_size {sample}, whose chunks it cuts; use {near}, or "
+            "null for the same size",
+            "grpo_sample_batch_size",
+        )
+
+
+def _noise(config: GrpoConfig) -> Iterator[Problem]:
+    formula, eta = config.grpo_sde_formula, config.grpo_sde_noise_scale
+    if formula == "flowcps" and not 0 <= eta <= 1:
+        yield refuse(
+            "grpo_sde_noise_scale",
+            f"{eta} is outside flowcps's range of 0 to 1; use a value between, 0.7 in the reference",
+            "grpo_sde_formula",
+        )
+    if formula != "flowcps" and not 0 < eta <= 2:
+        yield refuse(
+            "grpo_sde_noise_scale",
+            f"{eta} is outside {formula}'s range, above 0 and at most 2; use "
+            f"{'0.3' if formula == 'dancegrpo' else '0.7'}, as in the reference",
+            "grpo_sde_formula",
+        )
+    bounds = config.grpo_cps_noise_scale_range
+    if bounds is None:
+        return
+    name = "grpo_cps_noise_scale_range"
+    shown = f"[{bounds[0]}, {bounds[1]}]"
+    if formula != "flowcps":
+        yield refuse(
+            name,
+            f"{shown} is for flowcps, and grpo_sde_formula is {formula}; use null or flowcps",
+            "grpo_sde_formula",
+        )
+    if not all(0 <= bound <= 1 for bound in bounds):
+        yield refuse(name, f"{shown} leaves flowcps's range of 0 to 1; use bounds within, such as [0.0, 1.0]")
+    if bounds[0] > bounds[1]:
+        yield refuse(name, f"{shown} starts above its end; use [{bounds[1]}, {bounds[0]}]")
+
+
+def _guidance(config: GrpoConfig) -> Iterator[Problem]:
+    if config.negative_prompt and config.grpo_cfg_scale == 1:
+        yield refuse(
+            "negative_prompt",
+            "a negative prompt needs guidance, and grpo_cfg_scale is 1; raise grpo_cfg_scale or use ''",
+            "grpo_cfg_scale",
+        )
+
+
+def _delay(config: GrpoConfig) -> Iterator[Problem]:
+    delayed, steps = config.grpo_delayed_replay, config.max_off_policy_steps
+    if delayed is None or steps is None or steps == int(delayed):
+        return
+    yield refuse(
+        "max_off_policy_steps",
+        f"{steps} contradicts grpo_delayed_replay: {str(delayed).lower()}, which is {int(delayed)} steps; "
+        "set only one (--grpo_delayed_replay null)",
+        "grpo_delayed_replay",
+    )
+
+
+def _schedule(config: GrpoConfig) -> Iterator[Problem]:
+    accumulation = config.gradient_accumulation_steps
+    if config.lr_scheduler == "constant" and config.warmup_steps:
+        yield refuse(
+            "warmup_steps",
+            f"{config.warmup_steps} has no place in lr_scheduler: constant; use lr_scheduler: linear_warmup "
+            "or warmup_steps: 0",
+            "lr_scheduler",
+        )
+    updates = None
+    if config.max_steps is not None:
+        updates = config.max_steps // accumulation * config.grpo_updates_per_rollout
+    if updates is not None and config.warmup_steps > updates:
+        yield refuse(
+            "warmup_steps",
+            f"{config.warmup_steps} is longer than the run of {updates} updates (max_steps "
+            f"{config.max_steps}); use --warmup_steps 0",
+            "max_steps",
+        )
+    for name, value in (("save_steps", config.save_steps), ("max_steps", config.max_steps)):
+        if value and value % accumulation:
+            near = [
+                n
+                for n in (value // accumulation * accumulation, -(-value // accumulation) * accumulation)
+                if n
+            ]
+            yield refuse(
+                name,
+                f"{value} batches are not a multiple of gradient_accumulation_steps {accumulation}, so that "
+                f"part of an update would be lost; use {' or '.join(str(n) for n in near)}",
+                "gradient_accumulation_steps",
+            )
+    if config.grpo_updates_per_rollout > 1 and accumulation > 1:
+        yield refuse(
+            "grpo_updates_per_rollout",
+            f"{config.grpo_updates_per_rollout} makes several updates of one batch, and "
+            f"gradient_accumulation_steps {accumulation} one update of several; set one of them to 1",
+            "gradient_accumulation_steps",
+        )
+    for index, beta in enumerate(config.adam_betas):
+        if not 0 <= beta < 1:
+            yield refuse("adam_betas", f"{beta} (number {index + 1}) is not in [0, 1); use [0.9, 0.999]")
+
+
+def _rewards(config: GrpoConfig) -> Iterator[Problem]:
+    if not any(config.reward_weights.values()):
+        shown = config.reward_weights
+        yield refuse("reward_weights", f"{shown} gives every rollout the same reward; use {{score: 1.0}}")
+    if config.grpo_reward_fn == "vbvr_rule":
+        yield from _rule_reward(config)
+    else:
+        yield from _judge_reward(config)
+    yield from _other_reward(config)
+
+
+def _rule_reward(config: GrpoConfig) -> Iterator[Problem]:
+    if not config.vbvr_reward_evalkit_dir:
+        yield refuse(
+            "vbvr_reward_evalkit_dir", "is missing; grpo_reward_fn vbvr_rule scores with that checkout"
+        )
+    if config.vbvr_reward_evalkit_source_sha256 is None:
+        yield refuse(
+            "vbvr_reward_evalkit_source_sha256",
+            "is missing; vbvr_rule runs a pinned evaluator only; wan-trainer evalkit-digest prints its digest",
+        )
+    if config.vbvr_reward_device != "cpu":
+        yield refuse(
+            "vbvr_reward_device",
+            f"{config.vbvr_reward_device} is not open to scorers, from which GPUs are hidden; use cpu",
+        )
+
+
+def _judge_reward(config: GrpoConfig) -> Iterator[Problem]:
+    if not config.vlm_reward_model:
+        yield refuse(
+            "vlm_reward_model", "is missing; grpo_reward_fn vbvr_vlm asks that model for its verdicts"
+        )
+    if config.vlm_reward_prompt_mode == "task_specific" and not config.vlm_reward_prompt_dir:
+        yield refuse(
+            "vlm_reward_prompt_dir",
+            "is missing; vlm_reward_prompt_mode task_specific reads its rubrics there; name it or use "
+            "--vlm_reward_prompt_mode custom",
+            "vlm_reward_prompt_mode",
+        )
+
+
+def _other_reward(config: GrpoConfig) -> Iterator[Problem]:
+    """Keys of the reward that is not in use would be ignored: say so."""
+    rule = config.grpo_reward_fn == "vbvr_rule"
+    unused, owner = ("vlm_reward_", "vbvr_vlm") if rule else ("vbvr_reward_", "vbvr_rule")
+    if owner in config.reward_monitor:
+        return
+    names = [
+        name
+        for name, field in type(config).model_fields.items()
+        if name.startswith(unused) and getattr(config, name) != field.get_default(call_default_factory=False)
+    ]
+    if names:
+        shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more {unused}* keys"
+        yield Problem(
+            (names[0], "grpo_reward_fn"),
+            f"{shown}: set for {owner}, and grpo_reward_fn is {config.grpo_reward_fn}; remove them or use "
+            f"grpo_reward_fn: {owner}",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    _required,
+    _not_built,
+    _video_shape,
+    _experts,
+    _adapters,
+    _kernels,
+    _order,
+    _resume,
+    _waves,
+    _chunks,
+    _noise,
+    _guidance,
+    _delay,
+    _schedule,
+    _rewards,
+)

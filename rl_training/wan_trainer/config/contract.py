@@ -1,0 +1,75 @@
+"""What a resumed run must have in common with the run it goes on from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from wan_trainer.config.resolution import replay_depth
+from wan_trainer.config.schema import keys
+
+if TYPE_CHECKING:
+    from wan_trainer.config.schema import GrpoConfig
+
+MASK = "********"
+
+
+def public_values(config: GrpoConfig) -> dict[str, Any]:
+    """Every key's value as plain data, for records and display, secrets masked."""
+    values = config.model_dump(mode="json")
+    for name, info in keys().items():
+        if info.secret and values[name] not in ("", "EMPTY", None):
+            values[name] = MASK
+    return values
+
+
+def contract_values(config: GrpoConfig, prompts: int | None = None) -> dict[str, dict[str, Any]]:
+    """The values of each contract group, as JSON-able data by key.
+
+    prompts: prompts of a step over all ranks, when the topology is known: another number would cut the stream
+    of samples into other batches, while the batch_size of a replica may change with the number of ranks.
+    """
+    groups: dict[str, dict[str, Any]] = {
+        group: {} for group in ("model", "data", "reward", "sampler", "optimization")
+    }
+    values = public_values(config)
+    for name, info in keys().items():
+        if info.group is not None:
+            groups[info.group][name] = values[name]
+    if config.shuffle_raw_indices_seed is None:
+        groups["data"]["shuffle_raw_indices_seed"] = config.seed
+    if prompts is None:
+        prompts = config.batch_size if config.grpo_shared_prompt_batch else config.expected_global_prompts
+    groups["data"]["expected_global_prompts"] = prompts
+    # The two spellings of one setting are compared as one.
+    groups["optimization"]["max_off_policy_steps"] = replay_depth(config)
+    return groups
+
+
+def contract_digests(config: GrpoConfig, prompts: int | None = None) -> dict[str, str]:
+    """A sha256 of each contract group; equal digests mean equal values."""
+    return {
+        group: hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        for group, values in contract_values(config, prompts).items()
+    }
+
+
+def contract_changes(
+    saved: Mapping[str, Mapping[str, Any]],
+    current: Mapping[str, Mapping[str, Any]],
+    allowed: Collection[str] = (),
+) -> list[str]:
+    """One line for each key whose value differs from the saved run's, those in `allowed` aside."""
+    lines: list[str] = []
+    for group, values in current.items():
+        before = saved.get(group, {})
+        for name in sorted(values.keys() | before.keys()):
+            old, new = before.get(name), values.get(name)
+            if old != new and name not in allowed:
+                lines.append(
+                    f"{name}: {json.dumps(new)} differs from {json.dumps(old)} of the run to go on from "
+                    f"({group}); restore it, choose another output_dir, or add --allow_changed {name}"
+                )
+    return lines

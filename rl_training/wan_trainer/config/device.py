@@ -1,0 +1,88 @@
+"""What `device: cpu` settles, and what this release cannot run yet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from wan_trainer.config.schema import GrpoConfig
+
+CPU_SOURCE = "device: cpu"
+CPU_ATTENTION = ("native", "_native_math")
+NATIVE_ATTENTION = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
+
+
+def cpu_changes(config: GrpoConfig) -> dict[str, object]:
+    """The values that a CPU run has instead of those of `config`: a declared resolution, often empty.
+
+    GPU kernels give way to what exists on a CPU. param_dtype is replaced only where the user left it open:
+    bfloat16 does run on a CPU.
+    """
+    changes: dict[str, object] = {}
+    if config.attention_backend not in CPU_ATTENTION:
+        changes["attention_backend"] = "native"
+    if config.use_liger_kernel:
+        changes["use_liger_kernel"] = False
+    if config.torch_compile_backend == "inductor":
+        changes["torch_compile_backend"] = "aot_eager"
+        if config.torch_compile_mode is not None:
+            changes["torch_compile_mode"] = None
+    if "param_dtype" not in config.model_fields_set and config.param_dtype != "float32":
+        changes["param_dtype"] = "float32"
+    return changes
+
+
+def resolve_device(config: GrpoConfig, *, cuda_available: bool) -> GrpoConfig:
+    """`config` with `device: auto` settled, and with what a CPU run changes when it is settled to cpu."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if cuda_available else "cpu"
+    if device == "cuda":
+        return config.model_copy(update={"device": "cuda"})
+    return config.model_copy(update={**cpu_changes(config), "device": "cpu"})
+
+
+def unbuilt(config: GrpoConfig, *, nodes: int = 1) -> list[str]:
+    """What `config` asks for and this release cannot run, one line each with the remedy.
+
+    Ask after `resolve_device`: on a CPU the kernels in question are already replaced. Commands that train or
+    validate refuse these; commands that only show a configuration do not.
+    """
+    later = "comes in a later release"
+    lines: list[str] = []
+
+    def refuse(condition: bool, line: str) -> None:
+        if condition:
+            lines.append(line)
+
+    size = config.tensor_parallel_size
+    refuse(size > 1, f"tensor_parallel_size: {size} {later}; use --tensor_parallel_size 1")
+    refuse(not config.fsdp, f"fsdp: false {later}; use --fsdp, which also works on one rank")
+    refuse(config.hsdp and nodes > 1, f"hsdp: true on {nodes} nodes {later}; use --no-hsdp")
+    refuse(config.torch_compile, f"torch_compile: true {later}; use --no-torch_compile")
+    refuse(config.use_liger_kernel, f"use_liger_kernel: true {later}; use --no-use_liger_kernel")
+    backend = config.attention_backend
+    refuse(
+        backend not in NATIVE_ATTENTION,
+        f"attention_backend: {backend} {later}; use --attention_backend native",
+    )
+    refuse(
+        config.grpo_offload_inference_models,
+        f"grpo_offload_inference_models: true {later}; use --no-grpo_offload_inference_models",
+    )
+    refuse(config.grpo_kl_coeff > 0, f"grpo_kl_coeff: {config.grpo_kl_coeff} {later}; use --grpo_kl_coeff 0")
+    refuse(config.ema_decay > 0, f"ema_decay: {config.ema_decay} {later}; use --ema_decay 0")
+    start = "--resume_from null" + (" --reset_dataloader null" if config.reset_dataloader is not None else "")
+    refuse(
+        config.resume_from is not None,
+        f"resume_from: {config.resume_from} {later}; use {start}, and a Diffusers directory as model_path",
+    )
+    refuse(config.base_lora is not None, f"base_lora: {config.base_lora} {later}; use --base_lora null")
+    judge = config.grpo_reward_fn == "vbvr_vlm"
+    refuse(judge, f"grpo_reward_fn: vbvr_vlm {later}; use a recipe with grpo_reward_fn: vbvr_rule")
+    refuse(config.eval_steps > 0, f"eval_steps: {config.eval_steps} {later}; use --eval_steps 0")
+    monitor = ", ".join(config.reward_monitor)
+    refuse(bool(monitor), f"reward_monitor: [{monitor}] {later}; use --reward_monitor '[]'")
+    fast = config.vbvr_reward_fast_decode
+    refuse(fast, f"vbvr_reward_fast_decode: true {later}; use --no-vbvr_reward_fast_decode")
+    return lines

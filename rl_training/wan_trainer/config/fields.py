@@ -1,0 +1,107 @@
+"""Field declarations of the public schema: a default, a meaning, and what the loader must know of a key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import NoneType
+from typing import Annotated, Any, Literal, cast, get_args, get_origin
+
+from pydantic import Field
+from pydantic.fields import FieldInfo
+
+Group = Literal["model", "data", "reward", "sampler", "optimization"]
+"""Contract groups: keys that a resumed run must not change silently. Output and topology keys are in none."""
+
+
+def key(
+    default: Any,
+    meaning: str,
+    *,
+    group: Group | None = None,
+    path: bool = False,
+    secret: bool = False,
+    required: bool = False,
+    **constraints: Any,
+) -> Any:
+    """A field of a section. `constraints` are pydantic's (ge, gt, le, lt, pattern, min_length).
+
+    path: a relative value is relative to the trainer's directory. secret: masked wherever it is shown.
+    required: there is no usable default, so that leaving the key out is an error.
+    """
+    if isinstance(default, list | dict):
+        constraints["default_factory"] = cast("list[Any]", default).copy
+    else:
+        constraints["default"] = default
+    extra: dict[str, Any] = {"group": group, "path": path, "secret": secret, "required": required}
+    declared: Any = Field(description=meaning, json_schema_extra=extra, **constraints)
+    return declared
+
+
+@dataclass(frozen=True)
+class KeyInfo:
+    """What the loader and the documentation know of one key.
+
+    kind: the shape of a value. choices: the allowed words of a "choice" key.
+    """
+
+    name: str
+    kind: Literal["bool", "int", "float", "str", "choice", "list", "pair", "dict"]
+    nullable: bool
+    choices: tuple[str, ...]
+    default: Any
+    meaning: str
+    group: Group | None
+    path: bool
+    secret: bool
+    required: bool
+
+    @property
+    def type_name(self) -> str:
+        """The type as the documentation words it."""
+        words = {"str": "path" if self.path else "text", "list": "list of text", "pair": "two numbers"}
+        words |= {"dict": "name: number", "int": "whole number", "float": "number", "bool": "true or false"}
+        shown = ", ".join(self.choices) if self.kind == "choice" else words[self.kind]
+        return f"{shown} or null" if self.nullable else shown
+
+
+def describe(name: str, field: FieldInfo) -> KeyInfo:
+    """The loader's view of a declared field."""
+    annotation = field.annotation
+    members = get_args(annotation)
+    nullable = NoneType in members
+    inner: Any = annotation
+    if nullable:
+        inner = next(member for member in members if member is not NoneType)
+    if get_origin(inner) is Annotated:
+        inner = get_args(inner)[0]
+    origin = get_origin(inner)
+    choices: tuple[str, ...] = ()
+    if origin is Literal:
+        kind = "choice"
+        choices = tuple(str(choice) for choice in get_args(inner))
+    else:
+        kinds = {
+            bool: "bool",
+            int: "int",
+            float: "float",
+            str: "str",
+            list: "list",
+            tuple: "pair",
+            dict: "dict",
+        }
+        kind = kinds[origin or inner]
+    extra = field.json_schema_extra
+    assert isinstance(extra, dict), f"{name} is not declared with key()"
+    facts = cast("dict[str, Any]", extra)
+    return KeyInfo(
+        name=name,
+        kind=kind,  # pyright: ignore[reportArgumentType]
+        nullable=nullable,
+        choices=choices,
+        default=field.get_default(call_default_factory=True),  # pyright: ignore[reportCallIssue]
+        meaning=field.description or "",
+        group=facts["group"],
+        path=bool(facts["path"]),
+        secret=bool(facts["secret"]),
+        required=bool(facts["required"]),
+    )

@@ -1,0 +1,258 @@
+"""From the flat public configuration to the small specifications that components take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from wan_trainer.config import specs
+from wan_trainer.config.device import resolve_device
+from wan_trainer.config.family import known_family
+from wan_trainer.config.paths import trainer_path
+from wan_trainer.topology import check_video_shape
+from wan_trainer.types import UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from wan_trainer.config.schema import GrpoConfig
+
+
+def resolve(config: GrpoConfig, *, cuda_available: bool, family: specs.Family | None = None) -> specs.RunSpec:
+    """Everything a run needs, with absolute paths and every `auto` settled.
+
+    family: what the model directory was found to hold; needed only when `model_family` is auto and the
+    directory cannot be read from here. Raises UserError when a family cannot be told, its
+    video shape does not fit, or `device: cuda` meets no GPU.
+    """
+    if config.device == "cuda" and not cuda_available:
+        raise UserError("device: cuda was asked for, and no CUDA device is visible; use --device cpu")
+    config = resolve_device(config, cuda_available=cuda_available)
+    known = family or known_family(config)
+    if known is None:
+        raise UserError(
+            f"model_family: auto finds no Wan model_index.json in {trainer_path(config.model_path)}; mend "
+            "model_path or set model_family"
+        )
+    problems = check_video_shape(known, config.num_frames, config.height, config.width)
+    if problems:
+        raise UserError(*problems)
+    reward = _rule_reward(config) if config.grpo_reward_fn == "vbvr_rule" else _judge_reward(config)
+    decode = (
+        config.vbvr_reward_decode_batch_size
+        if config.grpo_reward_fn == "vbvr_rule"
+        else config.vlm_reward_decode_batch_size
+    )
+    return specs.RunSpec(
+        seed=config.seed,
+        device="cuda" if config.device == "cuda" else "cpu",
+        model=_model(config, known),
+        data=_data(config),
+        sampler=_sampler(config),
+        grpo=_grpo(config),
+        optimizer=_optimizer(config),
+        reward=reward,
+        output=_output(config),
+        stop=specs.StopSpec(num_epochs=config.num_epochs, max_steps=config.max_steps),
+        decode_batch_size=decode,
+        rendezvous_timeout_s=config.rendezvous_timeout_s,
+        batch=specs.BatchSpec(
+            batch_size=config.batch_size,
+            shared_prompts=config.grpo_shared_prompt_batch,
+            wave=config.grpo_shared_prompt_microbatch_size,
+            expected_global_prompts=config.expected_global_prompts,
+        ),
+        parallel=specs.ParallelSpec(hsdp=config.hsdp, tensor_parallel_size=config.tensor_parallel_size),
+        resume=specs.ResumeSpec(
+            resume_from=_optional_path(config.resume_from), weights_only=config.reset_dataloader is not False
+        ),
+    )
+
+
+def replay_depth(config: GrpoConfig) -> int:
+    """Steps between a rollout and its replay; 0 is on-policy."""
+    if config.max_off_policy_steps is not None:
+        return config.max_off_policy_steps
+    return int(config.grpo_delayed_replay or False)
+
+
+def _optional_path(value: str | None) -> Path | None:
+    return None if value is None else trainer_path(value)
+
+
+def _model(config: GrpoConfig, family: specs.Family) -> specs.ModelSpec:
+    lora = None
+    if config.lora_rank > 0:
+        lora = specs.LoraSpec(
+            rank=config.lora_rank,
+            alpha=config.lora_alpha,
+            target_modules=tuple(config.lora_target_modules),
+            module_prefix=config.lora_module_prefix,
+        )
+    return specs.ModelSpec(
+        path=trainer_path(config.model_path),
+        family=family,
+        device="cuda" if config.device == "cuda" else "cpu",
+        load_dtype=config.transformer_load_dtype,
+        param_dtype=config.param_dtype,
+        reduce_dtype=config.reduce_dtype,
+        train_experts=config.train_experts,
+        lora=lora,
+        negative_prompt=config.negative_prompt,
+        gradient_checkpointing=config.gradient_checkpointing,
+        attention_backend=config.attention_backend,
+        disable_cudnn_sdp=config.disable_cudnn_sdp,
+        use_liger_kernel=config.use_liger_kernel,
+        compile_backend=config.torch_compile_backend if config.torch_compile else None,
+        compile_mode=config.torch_compile_mode if config.torch_compile else None,
+        offload_inference_models=config.grpo_offload_inference_models,
+        fsdp=config.fsdp,
+        base_lora=_optional_path(config.base_lora),
+    )
+
+
+def _data(config: GrpoConfig) -> specs.DataSpec:
+    seed = config.shuffle_raw_indices_seed
+    return specs.DataSpec(
+        dataset_json=trainer_path(config.dataset_json),
+        dataset_size=config.dataset_size,
+        num_frames=config.num_frames,
+        height=config.height,
+        width=config.width,
+        fps=config.fps,
+        shuffle=config.shuffle,
+        shuffle_seed=config.seed if seed is None else seed,
+        num_workers=config.num_workers,
+        prefetch_factor=config.prefetch_factor,
+        persistent_workers=config.persistent_workers,
+    )
+
+
+def _sampler(config: GrpoConfig) -> specs.SamplerSpec:
+    return specs.SamplerSpec(
+        kind=config.grpo_sde_formula,
+        eta=config.grpo_sde_noise_scale,
+        eta_range=config.grpo_cps_noise_scale_range,
+        num_steps=config.grpo_num_sampling_steps,
+        flow_shift=config.flow_shift,
+        cfg_scale=config.grpo_cfg_scale,
+        share_group_init_noise=config.dancegrpo_share_group_init_noise,
+        replay_ratio=config.dancegrpo_timestep_selection_ratio,
+        trajectory_dtype=config.trajectory_dtype,
+        seed=config.seed,
+    )
+
+
+def _grpo(config: GrpoConfig) -> specs.GrpoSpec:
+    clip, stale = config.grpo_clip_range, config.grpo_delayed_replay_clip_range
+    tolerance = config.ratio_gate_tolerance
+    rule = config.grpo_reward_fn == "vbvr_rule"
+    return specs.GrpoSpec(
+        group_size=config.grpo_group_size,
+        sample_batch_size=config.grpo_sample_batch_size,
+        train_sample_batch_size=config.grpo_train_sample_batch_size or config.grpo_sample_batch_size,
+        clip_range=clip,
+        stale_clip_range=clip if stale is None else stale,
+        depth=replay_depth(config),
+        kl_coeff=config.grpo_kl_coeff,
+        adv_clip_max=config.grpo_adv_clip_max,
+        updates_per_rollout=config.grpo_updates_per_rollout,
+        ratio_gate_tolerance=0.1 * clip if tolerance is None else tolerance,
+        sync_each_backward=config.grpo_fsdp_sync_each_backward,
+        reward_max_error_rate=config.reward_max_error_rate,
+        fail_on_reward_error=config.vbvr_reward_fail_on_error if rule else config.vlm_reward_fail_on_error,
+    )
+
+
+def _optimizer(config: GrpoConfig) -> specs.OptimizerSpec:
+    return specs.OptimizerSpec(
+        learning_rate=config.learning_rate,
+        betas=config.adam_betas,
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        warmup_steps=config.warmup_steps,
+        lr_schedule=config.lr_scheduler,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        max_nonfinite_steps=config.max_nonfinite_steps,
+        ema_decay=config.ema_decay,
+    )
+
+
+def _pending_bound(config: GrpoConfig, stated: int | None) -> int:
+    """Rollouts that may wait for a verdict: as stated, else all that one rank can have at any topology."""
+    if stated is not None:
+        return stated
+    return config.batch_size * config.grpo_group_size * (replay_depth(config) + 1)
+
+
+def _rule_reward(config: GrpoConfig) -> specs.RuleRewardSpec:
+    directory, digest = config.vbvr_reward_evalkit_dir, config.vbvr_reward_evalkit_source_sha256
+    assert directory is not None and digest is not None, "contradictions() requires both"
+    return specs.RuleRewardSpec(
+        evalkit_dir=trainer_path(directory),
+        source_sha256=digest,
+        easyocr_module_path=_optional_path(config.vbvr_reward_easyocr_module_path),
+        device=config.vbvr_reward_device,
+        fps=config.vbvr_reward_fps,
+        prepared_width=config.vbvr_reward_prepared_width,
+        prepared_height=config.vbvr_reward_prepared_height,
+        prepare_crf=config.vbvr_reward_prepare_crf,
+        max_duration_s=config.vbvr_reward_max_duration_seconds,
+        workers=config.vbvr_reward_cpu_workers,
+        threads_per_worker=config.vbvr_reward_cpu_threads_per_worker,
+        use_process_pool=config.vbvr_reward_use_process_pool,
+        max_pending_jobs=_pending_bound(config, config.vbvr_reward_max_pending_jobs),
+        timeout_s=config.reward_timeout_s,
+        unsupported_score=config.vbvr_reward_unsupported_score,
+        task_specific_only=config.vbvr_reward_task_specific_only,
+        tmp_dir=trainer_path(config.vbvr_reward_tmp_dir),
+        keep_tmp=config.vbvr_reward_keep_tmp,
+        fast_decode=config.vbvr_reward_fast_decode,
+        weights=tuple(config.reward_weights.items()),
+        monitor=tuple(config.reward_monitor),
+    )
+
+
+def _judge_reward(config: GrpoConfig) -> specs.VlmRewardSpec:
+    assert config.vlm_reward_model is not None, "contradictions() requires it"
+    return specs.VlmRewardSpec(
+        base_url=config.vlm_reward_base_url,
+        model=config.vlm_reward_model,
+        api_key=config.vlm_reward_api_key,
+        prompt_mode=config.vlm_reward_prompt_mode,
+        prompt_dir=_optional_path(config.vlm_reward_prompt_dir),
+        prompt_sha256=config.vlm_reward_prompt_sha256,
+        video_fps=config.vlm_reward_video_fps,
+        video_num_frames=config.vlm_reward_video_num_frames,
+        include_gt_first_frame=config.vlm_reward_include_gt_first_frame,
+        concurrency=config.vlm_reward_concurrency,
+        max_pending_jobs=_pending_bound(config, config.vlm_reward_max_pending_jobs),
+        request_timeout_s=config.vlm_reward_request_timeout_seconds,
+        max_retries=config.vlm_reward_max_retries,
+        retry_backoff_s=config.vlm_reward_retry_backoff_seconds,
+        max_new_tokens=config.vlm_reward_max_new_tokens,
+        image_max_edge=config.vlm_reward_image_max_edge,
+        jpeg_quality=config.vlm_reward_jpeg_quality,
+        score_max=config.vlm_reward_score_max,
+        use_structured_output=config.vlm_reward_use_structured_output,
+        validate_service=config.vlm_reward_validate_service,
+        error_score=config.vlm_reward_error_score,
+        log_first_n=config.vlm_reward_log_first_n,
+        timeout_s=config.reward_timeout_s,
+        weights=tuple(config.reward_weights.items()),
+        monitor=tuple(config.reward_monitor),
+    )
+
+
+def _output(config: GrpoConfig) -> specs.OutputSpec:
+    return specs.OutputSpec(
+        output_dir=trainer_path(config.output_dir),
+        auto_resume=config.auto_resume,
+        save_steps=config.save_steps,
+        log_steps=config.log_steps,
+        keep_checkpoints=config.keep_checkpoints,
+        rollout_video_every_steps=config.rollout_video_every_steps,
+        wandb_project=config.wandb_project,
+        wandb_run_name=config.wandb_run_name,
+        eval_steps=config.eval_steps,
+    )

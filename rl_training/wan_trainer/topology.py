@@ -1,0 +1,281 @@
+"""Ranks, prompts, waves and video shapes: the arithmetic that preflight, plan and the run share.
+
+Torch-free. Nothing here looks at the machine: the same numbers come out on a laptop and on every node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from wan_trainer.types import UserError
+
+if TYPE_CHECKING:
+    # At run time the configuration imports this module for its shape tables, never the other way round.
+    from wan_trainer.config.schema import GrpoConfig
+    from wan_trainer.config.specs import Family
+
+
+@dataclass(frozen=True)
+class FamilyShape:
+    """Shape facts of one model family.
+
+    patch: transformer patch over latent (frames, height, width). pixel_multiple: VAE stride x patch, what
+    height and width must be multiples of. pins_first_frame: latent frame 0 is the encoded first image and is
+    not sampled.
+    """
+
+    vae_temporal_stride: int
+    vae_spatial_stride: int
+    patch: tuple[int, int, int]
+    latent_channels: int
+    pixel_multiple: int
+    experts: int
+    needs_image: bool
+    pins_first_frame: bool
+
+    def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """(C, F, h, w) of a video's latent."""
+        frames = (num_frames - 1) // self.vae_temporal_stride + 1
+        stride = self.vae_spatial_stride
+        return self.latent_channels, frames, height // stride, width // stride
+
+    def tokens(self, num_frames: int, height: int, width: int) -> int:
+        """Length of the transformer's sequence for one video."""
+        _, frames, rows, columns = self.latent_shape(num_frames, height, width)
+        return (frames // self.patch[0]) * (rows // self.patch[1]) * (columns // self.patch[2])
+
+
+def _family(stride: int, channels: int, experts: int, needs_image: bool, pins: bool) -> FamilyShape:
+    patch = (1, 2, 2)
+    return FamilyShape(4, stride, patch, channels, stride * patch[1], experts, needs_image, pins)
+
+
+FAMILIES: Mapping[Family, FamilyShape] = {
+    "ti2v-5b": _family(16, 48, experts=1, needs_image=True, pins=True),
+    "i2v-a14b": _family(8, 16, experts=2, needs_image=True, pins=False),
+    "t2v-1.3b": _family(8, 16, experts=1, needs_image=False, pins=False),
+    "t2v-a14b": _family(8, 16, experts=2, needs_image=False, pins=False),
+}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How ranks share one step.
+
+    dp = dp_replicate * dp_shard ranks hold different rollouts; the tp ranks of each share them. prompts: of
+    one step over all ranks. wave: prompts whose rewards are gathered together. Rollouts are counted a step;
+    rollouts_per_rank and rollouts_per_rank_wave count for each data-parallel rank. ranks_per_prompt is
+    below 1 when one rank holds several prompts.
+    """
+
+    nodes: int
+    nproc: int
+    world: int
+    tp: int
+    dp: int
+    dp_replicate: int
+    dp_shard: int
+    prompts: int
+    group_size: int
+    wave: int
+    waves: int
+    rollouts_per_step: int
+    rollouts_per_rank: int
+    rollouts_per_rank_wave: int
+    ranks_per_prompt: Fraction
+    shared_prompts: bool
+
+
+def resolve_topology(config: GrpoConfig, nodes: int, nproc: int) -> Topology:
+    """The topology of `config` on `nodes` machines with `nproc` processes each.
+
+    Raises UserError with every rule that the numbers break, each with the nearest values that work.
+    """
+    tp = config.tensor_parallel_size
+    _check_ranks(nodes, nproc, tp)
+    world = nodes * nproc
+    dp = world // tp
+    shared = config.grpo_shared_prompt_batch
+    prompts = config.batch_size if shared else config.batch_size * dp
+    wave = (config.grpo_shared_prompt_microbatch_size or prompts) if shared else prompts
+    group = config.grpo_group_size
+
+    problems: list[str] = []
+    expected = config.expected_global_prompts
+    if expected is not None and prompts != expected:
+        problems.append(_wrong_prompts(config, dp, prompts, expected))
+    if prompts % wave:
+        near = " or ".join(str(n) for n in _nearest(wave, divisors(prompts)))
+        problems.append(
+            f"grpo_shared_prompt_microbatch_size: {wave} does not divide batch_size {prompts}; use {near}"
+        )
+    elif (wave * group) % dp:
+        problems.append(_unequal_shares(wave, group, dp, prompts))
+    if problems:
+        raise UserError(*problems)
+
+    shard, replicate = dp, 1
+    if not config.fsdp:
+        shard, replicate = 1, dp
+    elif config.hsdp and nodes > 1:
+        shard, replicate = nproc // tp, nodes
+    return Topology(
+        nodes=nodes,
+        nproc=nproc,
+        world=world,
+        tp=tp,
+        dp=dp,
+        dp_replicate=replicate,
+        dp_shard=shard,
+        prompts=prompts,
+        group_size=group,
+        wave=wave,
+        waves=prompts // wave,
+        rollouts_per_step=prompts * group,
+        rollouts_per_rank=prompts * group // dp,
+        rollouts_per_rank_wave=wave * group // dp,
+        ranks_per_prompt=Fraction(dp, wave),
+        shared_prompts=shared,
+    )
+
+
+def _check_ranks(nodes: int, nproc: int, tp: int) -> None:
+    problems = [
+        f"{name}: {value} is not a number of {what}; use 1 or more"
+        for name, value, what in (("nodes", nodes, "machines"), ("nproc", nproc, "processes"))
+        if value < 1
+    ]
+    if not problems and nproc % tp:
+        near = " or ".join(str(n) for n in _nearest(tp, divisors(nproc)))
+        problems.append(
+            f"tensor_parallel_size: {tp} does not divide the {nproc} processes of a node, whose ranks share "
+            f"a model copy; use {near}, or --nproc {tp * math.ceil(nproc / tp)}"
+        )
+    if problems:
+        raise UserError(*problems)
+
+
+def _wrong_prompts(config: GrpoConfig, dp: int, prompts: int, expected: int) -> str:
+    if config.grpo_shared_prompt_batch:
+        return (
+            f"expected_global_prompts: {expected} is not batch_size {prompts}, which counts all ranks with "
+            f"grpo_shared_prompt_batch; use --batch_size {expected}"
+        )
+    fact = (
+        f"expected_global_prompts: {expected} prompts a step were expected, but batch_size "
+        f"{config.batch_size} on each of {dp} data-parallel replicas gives {prompts}"
+    )
+    if expected % dp == 0:
+        return f"{fact}; use --batch_size {expected // dp}"
+    ranks = " or ".join(str(n) for n in _nearest(dp, divisors(expected)))
+    return f"{fact}; use {ranks} replicas, which divide {expected}, or --expected_global_prompts {prompts}"
+
+
+def _unequal_shares(wave: int, group: int, dp: int, prompts: int) -> str:
+    remedies: list[str] = []
+    groups = _nearest(group, [m for m in _multiples(dp // math.gcd(dp, wave), group) if m >= 2])
+    remedies.append("--grpo_group_size " + " or ".join(str(n) for n in groups))
+    waves = _nearest(wave, [n for n in divisors(prompts) if n * group % dp == 0])
+    if waves:
+        remedies.append("--grpo_shared_prompt_microbatch_size " + " or ".join(str(n) for n in waves))
+    ranks = " or ".join(str(n) for n in _nearest(dp, divisors(wave * group)))
+    remedies.append(f"{ranks} data-parallel ranks")
+    return (
+        f"grpo_shared_prompt_microbatch_size: {wave} prompts x {group} rollouts do not spread evenly "
+        f"over {dp} data-parallel ranks; use {', or '.join(remedies)}"
+    )
+
+
+def divisors(number: int) -> list[int]:
+    """All positive divisors, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _multiples(unit: int, near: int) -> list[int]:
+    """The multiples of `unit` around `near`."""
+    low = near // unit * unit
+    return [m for m in (low, low + unit, low + 2 * unit) if m > 0]
+
+
+def _nearest(value: int, valid: list[int]) -> list[int]:
+    """The largest valid number below `value` and the smallest above."""
+    below = [n for n in valid if n <= value]
+    above = [n for n in valid if n > value]
+    return ([max(below)] if below else []) + ([min(above)] if above else [])
+
+
+def assign(num_prompts: int, group_size: int, rank: int, world: int) -> list[tuple[int, int]]:
+    """The (prompt, member) pairs of one data-parallel rank: an equal, contiguous share of the flat order.
+
+    With one share per prompt or more each rank has its own prompts; with fewer, ranks share a prompt's group.
+    Raises UserError when the pairs do not divide evenly: uneven ranks would deadlock in the next collective.
+    """
+    total = num_prompts * group_size
+    if world < 1 or not 0 <= rank < world:
+        raise UserError(f"rank: {rank} is outside a world of {world}; ranks count from 0 to world - 1")
+    if total % world:
+        raise UserError(
+            f"{num_prompts} prompts x {group_size} rollouts do not spread evenly over {world} ranks; use "
+            + " or ".join(str(n) for n in _nearest(world, divisors(total)))
+            + " ranks"
+        )
+    share = total // world
+    return [divmod(flat, group_size) for flat in range(rank * share, (rank + 1) * share)]
+
+
+def check_video_shape(family: Family | None, num_frames: int, height: int, width: int) -> list[str]:
+    """What is wrong with a video's shape, one line a value, each with the nearest valid ones.
+
+    An unknown family is held to what every family needs: 4k+1 frames and multiples of 16 pixels.
+    """
+    shape = None if family is None else FAMILIES[family]
+    stride = 4 if shape is None else shape.vae_temporal_stride
+    first = stride + 1 if shape is not None and shape.pins_first_frame else 1
+    problems: list[str] = []
+    if num_frames < first or (num_frames - 1) % stride:
+        low = (num_frames - 1) // stride * stride + 1
+        near = " or ".join(str(n) for n in sorted({max(low, first), max(low + stride, first)}))
+        why = f"{stride}k+1" if num_frames >= first else f"{stride}k+1 and at least {first}"
+        problems.append(f"num_frames: {num_frames} is not {why}; use {near}")
+    multiple = 16 if shape is None else shape.pixel_multiple
+    for name, value in (("height", height), ("width", width)):
+        if value % multiple == 0 and value > 0:
+            continue
+        # An unknown family is offered multiples of 32, which all families take.
+        unit = 32 if shape is None else multiple
+        low = value // unit * unit
+        near = " or ".join(str(n) for n in (low, low + unit) if n > 0)
+        reason = (
+            "the least any Wan model takes"
+            if shape is None
+            else f"VAE stride {shape.vae_spatial_stride} x patch {shape.patch[1]} of {family}"
+        )
+        problems.append(f"{name}: {value} is not a multiple of {multiple} ({reason}); use {near}")
+    return problems
+
+
+def total_batches(num_epochs: float, num_samples: int, batch_size: int) -> int:
+    """Batches of a run, floor(num_epochs * N / B): epochs are joined, so that no sample is dropped at an end.
+
+    Counted exactly: 0.3 epochs of 10 samples are 3, which a product of floats may miss.
+    """
+    return math.floor(Fraction(str(num_epochs)) * num_samples / batch_size)
+
+
+def batch_positions(step: int, batch_size: int) -> range:
+    """Positions of one batch in the stream of sample indices."""
+    return range(step * batch_size, (step + 1) * batch_size)
+
+
+def replay_step_count(num_steps: int, ratio: float) -> int:
+    """Replayed denoising steps of a rollout; the last, noiseless step is never a candidate."""
+    return max(1, int((num_steps - 1) * ratio))
+
+
+def pending_rewards_needed(topology: Topology, depth: int) -> int:
+    """Rollouts of one rank that can wait for a verdict at once when replay lags `depth` steps."""
+    return topology.rollouts_per_rank * (depth + 1)
