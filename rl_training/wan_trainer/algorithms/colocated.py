@@ -1,0 +1,132 @@
+"""Rollouts drawn by the ranks that train, with the weights that are trained."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from wan_trainer.algorithms.protocols import Communicator, Conditioner, Decoder, Observer, PhaseClock, Policy
+from wan_trainer.config.specs import SamplerSpec
+from wan_trainer.sampling.sampler import sample
+from wan_trainer.sampling.schedule import replay_steps
+from wan_trainer.topology import assign
+from wan_trainer.types import (
+    Chunk,
+    Condition,
+    PendingRewards,
+    PromptBatch,
+    Reward,
+    RewardRequest,
+    Rollout,
+    SampleId,
+    Wave,
+)
+
+
+class ColocatedRollouts:
+    """A `RolloutSource` in the training process: condition, sample, decode, submit, chunk by chunk.
+
+    grid: (T+1,) sigmas. latent_shape: (C, F, h, w). chunk_size: rollouts per batched call. prompts_per_wave:
+    global prompts whose rewards are gathered together; it divides the batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        condition: Conditioner,
+        decode: Decoder,
+        reward: Reward,
+        sampler: SamplerSpec,
+        grid: torch.Tensor,
+        latent_shape: Sequence[int],
+        group_size: int,
+        chunk_size: int,
+        prompts_per_wave: int,
+        communicator: Communicator,
+        device: torch.device | str,
+        clock: PhaseClock,
+        observer: Observer,
+    ) -> None:
+        self._policy = policy
+        self._condition = condition
+        self._decode = decode
+        self._reward = reward
+        self._sampler = sampler
+        self._grid = grid
+        self._latent_shape = tuple(latent_shape)
+        self._group_size = group_size
+        self._chunk_size = chunk_size
+        self._prompts_per_wave = prompts_per_wave
+        self._communicator = communicator
+        self._device = device
+        self._clock = clock
+        self._observer = observer
+
+    # no_grad, not inference_mode: autograd refuses to save inference tensors when the steps are replayed.
+    @torch.no_grad()
+    def collect(self, batch: PromptBatch, step: int, policy_version: int) -> Rollout:
+        """Draw this rank's share of `batch`, wave by wave; scoring runs on after the return."""
+        started = time.monotonic()
+        assert batch.step == step, (batch.step, step)
+        assert len(batch.samples) % self._prompts_per_wave == 0, (len(batch.samples), self._prompts_per_wave)
+        self._policy.eval()
+        spec = self._sampler
+        keep = replay_steps(spec.num_steps, spec.replay_ratio, spec.seed, step)
+        waves: list[Wave] = []
+        for first in range(0, len(batch.samples), self._prompts_per_wave):
+            prompts = tuple(range(first, first + self._prompts_per_wave))
+            ranks = self._communicator
+            share = assign(len(prompts), self._group_size, ranks.dp_rank, ranks.dp_size)
+            ids = [SampleId(step, prompts[prompt], member) for prompt, member in share]
+            encoded, row_of = self._encode(batch, ids)
+            chunks: list[Chunk] = []
+            pending: list[PendingRewards] = []
+            for start in range(0, len(ids), self._chunk_size):
+                part = ids[start : start + self._chunk_size]
+                condition = encoded.select([row_of[i.prompt] for i in part])
+                chunk, scoring = self._draw(batch, part, condition, keep)
+                chunks.append(chunk)
+                pending.append(scoring)
+            waves.append(Wave(prompts=prompts, chunks=tuple(chunks), pending=tuple(pending)))
+        return Rollout(
+            batch=batch,
+            policy_version=policy_version,
+            waves=tuple(waves),
+            prepare_s=time.monotonic() - started,
+        )
+
+    def _encode(self, batch: PromptBatch, ids: Sequence[SampleId]) -> tuple[Condition, dict[int, int]]:
+        """The condition of the distinct prompts of `ids`, each encoded once, and each prompt's row."""
+        prompts = sorted({i.prompt for i in ids})
+        frames = torch.stack([batch.first_frames[p] for p in prompts]) if batch.first_frames else None
+        with self._clock.span("condition", batch.step):
+            encoded = self._condition([batch.samples[p] for p in prompts], frames)
+        return encoded, {prompt: row for row, prompt in enumerate(prompts)}
+
+    def _draw(
+        self, batch: PromptBatch, ids: Sequence[SampleId], condition: Condition, keep: Sequence[int]
+    ) -> tuple[Chunk, PendingRewards]:
+        with self._clock.span("sample", batch.step):
+            trajectory = sample(
+                self._policy.velocity,
+                condition,
+                ids,
+                self._sampler,
+                self._grid,
+                keep,
+                self._latent_shape,
+                self._device,
+            )
+        assert trajectory.x0 is not None
+        with self._clock.span("decode", batch.step):
+            videos = self._decode(trajectory.x0)
+        requests = [RewardRequest(i, batch.samples[i.prompt]) for i in ids]
+        with self._clock.span("submit", batch.step):
+            pending = self._reward.submit(videos, requests)
+        self._observer.videos(batch, videos, requests)
+        # x0 was needed for decoding only; a delayed rollout would carry it for a whole step.
+        return Chunk(trajectory=replace(trajectory, x0=None), condition=condition), pending
