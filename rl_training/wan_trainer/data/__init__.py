@@ -1,0 +1,1 @@
+"""Data: unpacking the public archives, data sets, the order of the stream, and batches."""
