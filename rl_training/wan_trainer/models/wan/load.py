@@ -1,0 +1,182 @@
+"""Loading a Wan pipeline directory, component by component."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, UMT5EncoderModel
+from transformers.utils.logging import disable_progress_bar
+
+from wan_trainer.config.specs import Dtype, Experts, ModelSpec
+from wan_trainer.models.wan.directory import WanDirectory, read_directory
+from wan_trainer.models.wan.weights import Weights, check_names, fill
+from wan_trainer.types import UserError
+
+DTYPES: dict[Dtype, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_LOADING = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+_LOADING_ERRORS = (OSError, ValueError, RuntimeError, TypeError, SafetensorError)
+_TRAINED: dict[Experts, tuple[str, ...]] = {
+    "both": ("transformer", "transformer_2"),
+    "high": ("transformer",),
+    "low": ("transformer_2",),
+}
+
+
+@dataclass
+class WanComponents:
+    """The parts of a pipeline. Text encoder and VAE are frozen, in eval mode and in the checkpoint's dtype.
+
+    device: where they compute. offload: they rest on the CPU between uses. text_cache: recent prompt
+    encodings.
+    """
+
+    directory: WanDirectory
+    device: torch.device
+    offload: bool
+    tokenizer: PreTrainedTokenizerBase
+    text_encoder: UMT5EncoderModel
+    vae: AutoencoderKLWan
+    transformer: WanTransformer3DModel
+    transformer_2: WanTransformer3DModel | None
+    text_cache: OrderedDict[str, torch.Tensor] = field(default_factory=OrderedDict[str, torch.Tensor])
+
+    @property
+    def experts(self) -> dict[str, WanTransformer3DModel]:
+        """The transformers by component name, high-noise first."""
+        experts = {"transformer": self.transformer}
+        return experts if self.transformer_2 is None else {**experts, "transformer_2": self.transformer_2}
+
+    @contextmanager
+    def resident(self, module: torch.nn.Module) -> Iterator[None]:
+        """Within, `module` (text encoder or VAE) is on the device; after, back on the CPU when offloading."""
+        if not self.offload:
+            yield
+            return
+        module.to(self.device)
+        try:
+            yield
+        finally:
+            module.to("cpu")
+
+
+def load_wan(spec: ModelSpec, device: torch.device | str, *, materialize: bool = True) -> WanComponents:
+    """Load the pipeline at `spec.path` from local files only.
+
+    With `materialize` the experts are whole on `device`. Without, they are shapes on the meta device, their
+    weights checked by header; `parallelize` then reads each rank's shard, so that no rank needs room for a
+    whole expert. Raises UserError for a wrong family, a missing component, and missing, foreign or corrupt
+    weights.
+    """
+    device = torch.device(device)
+    directory = read_directory(spec.path, spec.family)
+    experts = {name: _load_expert(spec, directory, name) for name in directory.experts}
+    if materialize:
+        for name, expert in experts.items():
+            fill(expert, Weights(spec.path / name), device)
+    rest = torch.device("cpu") if spec.offload_inference_models else device
+    return WanComponents(
+        directory=directory,
+        device=device,
+        offload=spec.offload_inference_models,
+        tokenizer=_load_tokenizer(spec.path / "tokenizer"),
+        text_encoder=_load_text_encoder(spec.path / "text_encoder", rest),
+        vae=_load_vae(spec.path / "vae", rest),
+        transformer=experts["transformer"],
+        transformer_2=experts.get("transformer_2"),
+    )
+
+
+def trained_experts(spec: ModelSpec, experts: tuple[str, ...]) -> tuple[str, ...]:
+    """The experts that `train_experts` names; a family with one expert trains that one."""
+    return tuple(name for name in experts if len(experts) == 1 or name in _TRAINED[spec.train_experts])
+
+
+def _load_expert(spec: ModelSpec, directory: WanDirectory, name: str) -> WanTransformer3DModel:
+    """The expert on the meta device, in the dtype it is to be stored in; the weights' shapes are checked."""
+    component = spec.path / name
+    weights = Weights(component)
+    config: Any = WanTransformer3DModel.load_config(component, local_files_only=True)
+    try:
+        with torch.device("meta"):
+            expert: Any = WanTransformer3DModel.from_config(config)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{component / 'config.json'} describes no Wan transformer ({error}): fetch it again"
+        ) from None
+    check_names(expert, weights)
+    dtype = _expert_dtype(spec, weights, name in trained_experts(spec, directory.experts))
+    # The plain cast: Diffusers' own warns about modules it keeps in float32; nothing computes in this dtype.
+    nn.Module.to(expert, dtype=dtype)
+    return expert
+
+
+def _expert_dtype(spec: ModelSpec, weights: Weights, trained: bool) -> torch.dtype:
+    fully_trained = trained and spec.lora is None
+    if spec.load_dtype == "auto":
+        return torch.float32 if fully_trained else weights.dtype
+    if fully_trained and spec.load_dtype != "float32":
+        raise UserError(
+            f"transformer_load_dtype {spec.load_dtype} would train weights in which most AdamW updates "
+            "round to nothing: use auto or float32 (param_dtype sets the compute dtype), or train LoRA"
+        )
+    return DTYPES[spec.load_dtype]
+
+
+def _load_tokenizer(component: Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(component, local_files_only=True)
+    except Exception as error:  # noqa: BLE001 - tokenizers raises a bare Exception on a damaged file
+        raise UserError(
+            f"{component} holds no tokenizer that loads ({_line(error)}): fetch it again"
+        ) from None
+
+
+def _load_text_encoder(component: Path, device: torch.device) -> UMT5EncoderModel:
+    arguments: dict[str, Any] = {**_LOADING, "dtype": Weights(component).dtype}
+    # transformers draws a progress bar whatever its verbosity; in a log of many ranks it is only noise.
+    disable_progress_bar()
+    try:
+        loaded: Any = UMT5EncoderModel.from_pretrained(component, **arguments)
+    except _LOADING_ERRORS as error:
+        raise UserError(f"{component} does not load ({_line(error)}): fetch the component again") from None
+    return _frozen(loaded[0], loaded[1], component).to(device=device)
+
+
+def _load_vae(component: Path, device: torch.device) -> AutoencoderKLWan:
+    arguments: dict[str, Any] = {**_LOADING, "torch_dtype": Weights(component).dtype}
+    try:
+        loaded: Any = AutoencoderKLWan.from_pretrained(component, **arguments)
+    except _LOADING_ERRORS as error:
+        raise UserError(f"{component} does not load ({_line(error)}): fetch the component again") from None
+    return _frozen(loaded[0], loaded[1], component).to(device=device)
+
+
+def _frozen(module: Any, info: Mapping[str, Collection[object]], component: Path) -> Any:
+    """The module ready for inference, unless its checkpoint did not have exactly its tensors."""
+    for verb, names in (("lacks", info["missing_keys"]), ("misshapes", info["mismatched_keys"])):
+        if names:
+            first = sorted(str(name) for name in names)[0]
+            raise UserError(
+                f"{component} {verb} {len(names)} tensors ({first}): "
+                "weights and config.json are of different models, fetch the component again"
+            )
+    return module.eval().requires_grad_(False)
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__

@@ -1,0 +1,83 @@
+"""Distribution of the policy over the mesh: plain functions in a fixed order."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from wan_trainer.config.specs import ModelSpec
+from wan_trainer.distributed.mesh import Mesh
+from wan_trainer.models.wan.load import DTYPES
+from wan_trainer.models.wan.lora import initialise
+from wan_trainer.models.wan.policy import WanPolicy
+from wan_trainer.models.wan.weights import Weights, fill
+
+
+def parallelize(policy: WanPolicy, spec: ModelSpec, mesh: Mesh, seed: int) -> WanPolicy:
+    """Distribute the policy in place: activation checkpointing, then FSDP2; then read weights still on meta.
+
+    Always applied, one process included, so that the precision rules never depend on the number of ranks.
+    Names of parameters and state-dict keys are unchanged. `seed` draws adapters still on meta, as in
+    `build_policy`.
+
+    Gradients are the MEAN over the dp ranks (FSDP divides by their number). A loss that is normalised by a
+    global constant must therefore be multiplied by `mesh.dp_size` on each rank before `backward`.
+    """
+    assert mesh.device_mesh["tp"].size() == 1, "tensor parallelism is refused by the configuration"
+    for name, expert in policy.experts.items():
+        on_meta = any(parameter.is_meta for parameter in expert.parameters())
+        if spec.gradient_checkpointing:
+            checkpoint_activations(expert)
+        shard(expert, dp_mesh(mesh), DTYPES[spec.param_dtype], DTYPES[spec.reduce_dtype])
+        if on_meta:
+            fill(expert, Weights(spec.path / name), mesh.device)
+            initialise(name, expert, seed)
+    return policy
+
+
+def checkpoint_activations(expert: WanTransformer3DModel) -> None:
+    """Recompute each block in the backward pass.
+
+    Diffusers' own switch wraps the call, not the module, so parameter names stay. Non-reentrant, or adapters
+    whose block input needs no gradient would get none. The model draws no random numbers, so no RNG state is
+    kept.
+    """
+    recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    expert.enable_gradient_checkpointing(recompute)
+
+
+def shard(
+    expert: WanTransformer3DModel, mesh: DeviceMesh, param_dtype: torch.dtype, reduce_dtype: torch.dtype
+) -> None:
+    """Apply `fully_shard` to each block, the time embedder, and the expert as its own root.
+
+    Blocks are freed after their forward (memory: one gathered block at a time) and gathered again for
+    backward; the root's few parameters stay gathered, for its backward comes first. Inputs are not cast: the
+    timestep must reach the sinusoid in float32. The time embedder computes in float32, as in Diffusers
+    (`_keep_in_fp32_modules`): in bfloat16 its input would lose the sinusoid's fine differences between
+    neighbouring sigmas.
+    """
+    mixed = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+    )
+    full = MixedPrecisionPolicy(
+        param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for block in expert.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=mixed, reshard_after_forward=True)
+    fully_shard(
+        expert.condition_embedder.time_embedder, mesh=mesh, mp_policy=full, reshard_after_forward=True
+    )
+    fully_shard(expert, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
+
+
+def dp_mesh(mesh: Mesh) -> DeviceMesh:
+    """The axes that parameters are sharded over (dp_shard) and, with replicas, copied over (dp_replicate)."""
+    if mesh.device_mesh["dp_replicate"].size() == 1:
+        return mesh.device_mesh["dp_shard"]
+    return mesh.device_mesh["dp_replicate", "dp_shard"]
