@@ -335,7 +335,7 @@ def _rule_reward(config: GrpoConfig) -> Iterator[Problem]:
     if config.vbvr_reward_evalkit_source_sha256 is None:
         yield refuse(
             "vbvr_reward_evalkit_source_sha256",
-            "is missing; vbvr_rule runs a pinned evaluator only; wan-trainer evalkit-digest prints its digest",
+            "is missing; vbvr_rule runs a pinned evaluator: wan-trainer evalkit-digest prints the digest",
         )
     if config.vbvr_reward_device != "cpu":
         yield refuse(

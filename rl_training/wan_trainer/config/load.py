@@ -183,6 +183,9 @@ def _rule(detail: ErrorDetails, info: KeyInfo, shown: str) -> tuple[str, str]:
         return f"is not one of {', '.join(info.choices)}", (
             advice[2:] if advice else f"use one of them, {_example(info)}"
         )
+    if len(detail["loc"]) > 1:
+        word = "text" if info.kind == "list" else "a number"
+        return f"is not {word}", f"write for example {_example(info)}"
     if kind == "too_short":
         return "is empty", f"use for example {_example(info)}"
     return f"is not {_article(info.type_name)}", f"write for example {_example(info)}"
