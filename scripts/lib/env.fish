@@ -90,6 +90,7 @@ function wan_trainer_rendezvous --description 'MASTER_ADDR, MASTER_PORT, WORLD_S
     if string match -qr '^(127\.|localhost$)' -- $MASTER_ADDR
         set -q GLOO_SOCKET_IFNAME; or set -gx GLOO_SOCKET_IFNAME lo
     end
+    return 0 # a successful set keeps the status of the command before it
 end
 
 function wan_trainer_environment --description 'Caches, allocator, headers'
@@ -128,4 +129,5 @@ function wan_trainer_preflight --description 'wan-trainer validate; on several m
         # Two threads a rank and a busy neighbour stall OpenMP barriers by a factor of 10 to 100.
         set -q OMP_NUM_THREADS; or set -gx OMP_NUM_THREADS 1
     end
+    return 0
 end

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 
 import torch
 
-from wan_trainer.config.resolve import resolve, unbuilt
+from wan_trainer.config.device import resolve_device, unbuilt
+from wan_trainer.config.family import known_family
+from wan_trainer.config.resolution import resolve
 from wan_trainer.config.schema import GrpoConfig
-from wan_trainer.config.specs import RunSpec
+from wan_trainer.config.specs import Family, RuleRewardSpec, RunSpec
 from wan_trainer.preflight.inputs import check_clip_length, check_dataset, check_evaluator, check_queue
 from wan_trainer.preflight.machine import check_accelerator, check_disk
 from wan_trainer.preflight.model_files import check_model_directory
@@ -20,40 +22,55 @@ from wan_trainer.types import UserError
 
 DEFAULT_ADDRESS = "127.0.0.1"
 DEFAULT_PORT = 29500
+# Stands in for a family that cannot be told yet; its shape rules are those that every family shares.
+_ANY_FAMILY: Family = "t2v-1.3b"
 
 
-def resolve_here(config: GrpoConfig) -> RunSpec:
-    """The specification of the run on this machine: `device: auto` is what torch finds here."""
-    return resolve(config, cuda_available=torch.cuda.is_available())
+def resolve_here(config: GrpoConfig, family: Family | None = None) -> RunSpec:
+    """The specification of the run on this machine: `device: auto` is what torch finds here.
+
+    A stated `device: cuda` resolves without a GPU too, so that the other checks are still made;
+    `check_accelerator` reports the GPU. Raises UserError when a family cannot be told or its shapes do not fit.
+    """
+    return resolve(config, cuda_available=_cuda(config), family=family)
 
 
 def run_checks(
     config: GrpoConfig, nodes: int, nproc: int, rank: int, env: Mapping[str, str]
 ) -> list[Problem]:
     """Every finding on this node: config, model, data, reward, machine and network, in this order."""
-    problems = [Problem(line) for line in unbuilt(config)]
+    settled = resolve_device(config, cuda_available=_cuda(config))
+    problems = [Problem(line) for line in unbuilt(settled, nodes=nodes)]
     topology: Topology | None = None
     try:
         topology = resolve_topology(config, nodes, nproc)
     except UserError as error:
         problems += [Problem(line) for line in error.problems]
+    family = known_family(config)
     try:
-        spec = resolve_here(config)
+        spec = resolve_here(config, family or _ANY_FAMILY)
     except UserError as error:
         return problems + [Problem(line) for line in error.problems] + check_network(nodes, rank, env)
-    model_lines = check_model_directory(spec.model.path, spec.model.family)
+    model_lines = check_model_directory(spec.model.path, family)
     problems += [Problem(line) for line in model_lines]
-    found, tasks = check_dataset(spec.data, FAMILIES[spec.model.family].needs_image)
-    problems += found
-    problems += check_evaluator(spec.reward, tasks)
-    problems += check_clip_length(spec.data, spec.reward)
-    if topology is not None:
-        problems += check_queue(spec.reward, topology, spec.grpo.depth)
-        problems.append(count_scorers(spec, topology))
+    problems += check_inputs(spec, topology, needs_image=family is not None and FAMILIES[family].needs_image)
     problems += check_accelerator(spec.device, nproc, env)
     if not model_lines:
         problems += check_disk(spec.output.output_dir, spec.model, spec.optimizer.ema_decay > 0)
     return problems + check_network(nodes, rank, env)
+
+
+def check_inputs(spec: RunSpec, topology: Topology | None, *, needs_image: bool) -> list[Problem]:
+    """Dataset and reward, and what each asks of the other."""
+    problems, tasks = check_dataset(spec.data, needs_image=needs_image)
+    # Another kind of reward has its checks with its service.
+    if isinstance(spec.reward, RuleRewardSpec):
+        problems += check_evaluator(spec.reward, tasks)
+        problems += check_clip_length(spec.data, spec.reward)
+        if topology is not None:
+            problems += check_queue(spec.reward, topology, spec.grpo.depth)
+            problems.append(count_scorers(spec.reward, topology))
+    return problems
 
 
 def check_network(nodes: int, rank: int, env: Mapping[str, str]) -> list[Problem]:
@@ -65,18 +82,22 @@ def check_network(nodes: int, rank: int, env: Mapping[str, str]) -> list[Problem
     return check_rendezvous(address, int(port), nodes, rank)
 
 
-def count_scorers(spec: RunSpec, topology: Topology) -> Problem:
+def count_scorers(reward: RuleRewardSpec, topology: Topology) -> Problem:
     """Scorer processes and threads of this node: the config counts them per rank, easily overlooked."""
+    # The ranks of one tensor-parallel group share their rollouts, and one of them submits.
     submitting = topology.nproc // topology.tp
-    processes = spec.reward.workers * submitting
-    threads = processes * spec.reward.threads_per_worker
+    processes = reward.workers * submitting
+    threads = processes * reward.threads_per_worker
     cores = os.cpu_count() or 1
     line = (
         f"{processes} scorer processes with {threads} threads on {cores} cores "
-        f"({submitting} ranks x {spec.reward.workers} workers x {spec.reward.threads_per_worker} threads)"
+        f"({submitting} ranks x {reward.workers} workers x {reward.threads_per_worker} threads)"
     )
     if threads > 4 * cores:
-        return Problem(
-            f"{line}: set fewer --vbvr_reward_cpu_workers or --vbvr_reward_cpu_threads_per_worker", "warning"
-        )
+        remedy = "set fewer --vbvr_reward_cpu_workers or --vbvr_reward_cpu_threads_per_worker"
+        return Problem(f"{line}: {remedy}", "warning")
     return Problem(line, "note")
+
+
+def _cuda(config: GrpoConfig) -> bool:
+    return config.device == "cuda" or torch.cuda.is_available()

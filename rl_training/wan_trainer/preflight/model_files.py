@@ -28,7 +28,7 @@ _REQUIRED = ("scheduler", "tokenizer", "text_encoder", "vae", "transformer")
 _GET_WHOLE = "download or convert the directory again"
 
 
-def check_model_directory(path: Path, family: Family) -> list[str]:
+def check_model_directory(path: Path, family: Family | None) -> list[str]:
     """One line per thing that is missing, damaged or of another family; empty when it can be loaded."""
     index_path = path / "model_index.json"
     if not path.is_dir():
@@ -147,15 +147,15 @@ def _tensors(component: Path) -> Iterator[tuple[str, list[int]]]:
             yield name, entry["shape"]
 
 
-def _check_family(path: Path, family: Family) -> list[str]:
+def _check_family(path: Path, family: Family | None) -> list[str]:
     """The family by the pipeline's index, and the channels its conditioning needs, whatever the widths."""
     found = read_family(path)
-    if found != family:
+    if family is None or found != family:
         what = f"a {found} pipeline" if found else "of none of the known families"
         remedy = (
             f"set --model_family {found} or another --model_path" if found else "set another --model_path"
         )
-        return [f"model_path: {path} is {what}, model_family is {family}; {remedy}"]
+        return [f"model_path: {path} is {what}, model_family is {family or 'auto'}; {remedy}"]
     problems: list[str] = []
     for component in ("transformer", "transformer_2")[: FAMILIES[family].experts]:
         config_path = path / component / "config.json"

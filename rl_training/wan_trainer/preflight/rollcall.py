@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 _POLL_S = 0.25
 _MAX_LINE = 1 << 20
@@ -188,7 +189,7 @@ def _read_report(connection: socket.socket, timeout_s: float) -> NodeReport | No
     return report if isinstance(report.node, int) and report.node > 0 else None
 
 
-def _read_line(connection: socket.socket, deadline: float) -> dict[str, object] | None:
+def _read_line(connection: socket.socket, deadline: float) -> dict[str, Any] | None:
     """One JSON object, or None when the peer hangs up, sends something else or takes too long."""
     data = b""
     while not data.endswith(b"\n"):

@@ -1,0 +1,111 @@
+"""Machine checks: what is missing is named, what is there passes."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from wan_trainer.preflight.machine import (
+    check_accelerator,
+    check_disk,
+    check_scratch,
+    check_toolchain,
+    check_triton,
+    checkpoint_elements,
+    nearest_existing,
+)
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def fake_compiler(folder: Path) -> Path:
+    compiler = folder / "gcc"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    return compiler
+
+
+def test_a_cpu_run_says_what_was_skipped():
+    (problem,) = check_accelerator("cpu", 64, {})
+    assert problem.kind == "note" and "skipped" in problem.message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_cuda_run_without_a_gpu_is_one_line_with_the_remedy():
+    (problem,) = check_accelerator("cuda", 8, {})
+    assert problem.kind == "error" and "--device cpu" in problem.message
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_too_many_processes_for_the_devices():
+    count = torch.cuda.device_count()
+    found = check_accelerator("cuda", count + 1, {"WAN_TRAINER_SKIP_TRITON_PREFLIGHT": "1"})
+    assert f"--nproc {count}" in found[0].message and found[1].kind == "note"
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_whole_machine_passes():
+    assert check_accelerator("cuda", 1, os.environ) == []
+
+
+def test_a_missing_compiler_and_missing_headers_are_both_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    found = [problem.message for problem in check_toolchain({"PATH": str(tmp_path)})]
+    assert len(found) == 2
+    assert "compiler" in found[0] and "Python.h" in found[1]
+
+
+def test_headers_elsewhere_and_a_compiler_on_path_pass(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "none"))
+    (tmp_path / "Python.h").touch()
+    fake_compiler(tmp_path)
+    assert check_toolchain({"PATH": str(tmp_path), "CPATH": f"/nowhere:{tmp_path}"}) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_triton_without_a_driver_gives_its_last_line():
+    (problem,) = check_triton()
+    assert problem.message.startswith("Triton cannot build its driver (")
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    (problem,) = check_scratch("vbvr_reward_tmp_dir", file / "below")
+    assert str(file) in problem.message and "--vbvr_reward_tmp_dir" in problem.message
+    assert check_scratch("vbvr_reward_tmp_dir", tmp_path / "new" / "deep") == []
+
+
+def test_nearest_existing_climbs(tmp_path):
+    assert nearest_existing(tmp_path / "a" / "b") == tmp_path
+    assert nearest_existing(tmp_path) == tmp_path
+
+
+def test_checkpoint_size_counts_what_is_trained(tiny_spec, tiny_a14b):
+    both = checkpoint_elements(tiny_spec(tiny_a14b, family="i2v-a14b"))
+    high = checkpoint_elements(tiny_spec(tiny_a14b, family="i2v-a14b", train_experts="high"))
+    low = checkpoint_elements(tiny_spec(tiny_a14b, family="i2v-a14b", train_experts="low"))
+    assert both == high + low > high > 0
+    adapters = checkpoint_elements(tiny_spec(tiny_a14b, family="i2v-a14b", lora_rank=2))
+    assert 0 < adapters < both
+
+
+def test_a_full_disk_names_both_sizes(tiny_spec, tiny_ti2v, tmp_path, monkeypatch):
+    spec = tiny_spec(tiny_ti2v)
+    assert check_disk(tmp_path / "new", spec, ema=False) == []
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    (problem,) = check_disk(tmp_path / "new", spec, ema=False)
+    assert "two checkpoints need" in problem.message
+
+
+def test_an_output_directory_that_is_a_file_is_refused(tiny_spec, tiny_ti2v, tmp_path):
+    (tmp_path / "taken").touch()
+    (problem,) = check_disk(tmp_path / "taken", tiny_spec(tiny_ti2v), ema=False)
+    assert "output_dir" in problem.message

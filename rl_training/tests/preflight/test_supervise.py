@@ -1,0 +1,148 @@
+"""The supervisor as a process: exit status from run.json, signals to the ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from wan_trainer.preflight.supervise import children, recorded_status, translate
+
+# A stand-in for torchrun: starts two "ranks" that write a file on SIGTERM, waits for both, and answers 1 if
+# any of them failed, as torchrun does. It notes a signal that reaches itself.
+TORCHRUN = """
+import pathlib, signal, subprocess, sys
+folder = pathlib.Path(sys.argv[1])
+def note(number, frame):
+    (folder / "torchrun_signalled").touch()
+    for rank in ranks:
+        rank.kill()
+signal.signal(signal.SIGTERM, note)
+signal.signal(signal.SIGINT, note)
+command = [sys.executable, str(folder / "rank.py"), str(folder)]
+ranks = [subprocess.Popen([*command, str(i)], start_new_session=True) for i in range(2)]
+sys.exit(int(any(rank.wait() for rank in ranks)))
+"""
+RANK = """
+import json, pathlib, signal, sys, time
+folder, rank = pathlib.Path(sys.argv[1]), sys.argv[2]
+def stop(number, frame):
+    (folder / f"saved_{rank}").write_text(str(number))
+    if rank == "0":
+        (folder / "run.json").write_text(json.dumps({"exit_status": 75}))
+    if not (folder / "stubborn").exists():
+        sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+(folder / f"ready_{rank}").touch()
+for _ in range(600):
+    time.sleep(0.05)
+"""
+
+
+def start(folder: Path, command: list[str]) -> subprocess.Popen[str]:
+    module = [sys.executable, "-m", "wan_trainer.preflight.supervise", "--output-dir", str(folder), "--"]
+    return subprocess.Popen([*module, *command], stderr=subprocess.PIPE, text=True)
+
+
+def start_ranks(folder: Path) -> subprocess.Popen[str]:
+    (folder / "rank.py").write_text(RANK)
+    (folder / "torchrun.py").write_text(TORCHRUN)
+    supervisor = start(folder, [sys.executable, str(folder / "torchrun.py"), str(folder)])
+    wait_for(folder / "ready_0", folder / "ready_1")
+    return supervisor
+
+
+def wait_for(*paths: Path, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"none of {paths} in time"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_every_rank_and_ends_in_75(tmp_path, number):
+    supervisor = start_ranks(tmp_path)
+    supervisor.send_signal(number)
+    _, stderr = supervisor.communicate(timeout=20)
+    assert supervisor.returncode == 75
+    assert [(tmp_path / f"saved_{rank}").read_text() for rank in (0, 1)] == [str(number.value)] * 2
+    # torchrun itself must not hear of it: it would kill the ranks while they save.
+    assert not (tmp_path / "torchrun_signalled").exists()
+    assert "goes on from there" in stderr
+
+
+def test_a_second_signal_ends_ranks_that_do_not_stop(tmp_path):
+    (tmp_path / "stubborn").touch()
+    supervisor = start_ranks(tmp_path)
+    supervisor.send_signal(signal.SIGTERM)
+    wait_for(tmp_path / "saved_0", tmp_path / "saved_1")
+    supervisor.send_signal(signal.SIGTERM)
+    supervisor.communicate(timeout=20)
+    assert (tmp_path / "torchrun_signalled").exists()
+
+
+def child(body: str) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(body)]
+
+
+@pytest.mark.parametrize(
+    ("status", "record", "expected"),
+    [
+        (0, {"exit_status": 0}, 0),
+        (1, {"exit_status": 2}, 2),
+        (1, {"exit_status": 75}, 75),
+        (1, {"exit_status": 1}, 1),
+        (1, {"exit_status": 0}, 1),
+        (1, {"exit_status": None}, 1),
+        (1, None, 1),
+        (7, None, 1),
+    ],
+)
+def test_the_record_explains_torchruns_status(tmp_path, status, record, expected):
+    write = (
+        "" if record is None else f"open({str(tmp_path / 'run.json')!r}, 'w').write({json.dumps(record)!r});"
+    )
+    supervisor = start(tmp_path, child(f"{write} raise SystemExit({status})"))
+    supervisor.communicate(timeout=20)
+    assert supervisor.returncode == expected
+
+
+def test_an_untouched_record_says_nothing(tmp_path):
+    (tmp_path / "run.json").write_text('{"exit_status": 75}')
+    supervisor = start(tmp_path, child("raise SystemExit(1)"))
+    supervisor.communicate(timeout=20)
+    assert supervisor.returncode == 1
+
+
+def test_arguments_arrive_unchanged(tmp_path):
+    odd = ["", "two words", "--output-dir", "--", "it's"]
+    body = f"import json, sys; open({str(tmp_path / 'argv')!r}, 'w').write(json.dumps(sys.argv[1:]))"
+    supervisor = start(tmp_path, [*child(body), *odd])
+    supervisor.communicate(timeout=20)
+    assert json.loads((tmp_path / "argv").read_text()) == odd
+
+
+def test_a_damaged_record_is_no_record(tmp_path):
+    (tmp_path / "run.json").write_text("{")
+    assert recorded_status(tmp_path) is None
+    (tmp_path / "run.json").write_text("[75]")
+    assert recorded_status(tmp_path) is None
+    assert translate(-9, None) == 1
+
+
+def test_children_are_the_direct_ones():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"])
+    try:
+        assert process.pid in children(os.getpid())
+        assert children(process.pid) == []
+    finally:
+        process.kill()
+        process.wait()
