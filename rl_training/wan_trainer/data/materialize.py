@@ -157,8 +157,11 @@ def _place(job: Job, target: Path, member: Member) -> bool:
         raise EOFError(f"{member.sample_id}/{member.file} ends after {count} of {member.size} bytes")
     if target.exists() and filecmp.cmp(part, target, shallow=False):
         return False
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part.replace(target)
+    try:
+        part.replace(target)
+    except FileNotFoundError:  # the sample's first file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part.replace(target)
     return True
 
 
