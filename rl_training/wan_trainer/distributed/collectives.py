@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 
 from wan_trainer.distributed.mesh import Mesh
+from wan_trainer.types import UserError
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """The data-parallel ranks as an algorithm sees them (`algorithms.protocols.Communicator`)."""
+
+    mesh: Mesh
+
+    @property
+    def dp_rank(self) -> int:
+        return self.mesh.dp_rank
+
+    @property
+    def dp_size(self) -> int:
+        return self.mesh.dp_size
+
+    def gather_objects[T](self, value: T) -> list[T]:
+        """The values of all data-parallel ranks, in rank order, on every rank."""
+        return gather_objects(self.mesh, value)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> torch.Tensor:
+        """A new tensor: the sum or maximum over the data-parallel ranks."""
+        return all_reduce(self.mesh, tensor, op)
 
 
 def gather_objects[T](mesh: Mesh, value: T) -> list[T]:
@@ -23,7 +49,7 @@ def gather_objects[T](mesh: Mesh, value: T) -> list[T]:
     return values[:: mesh.tp_size]
 
 
-def all_reduce(mesh: Mesh, tensor: torch.Tensor, op: str) -> torch.Tensor:
+def all_reduce(mesh: Mesh, tensor: torch.Tensor, op: Literal["sum", "max"]) -> torch.Tensor:
     """A new tensor: the "sum" or "max" of `tensor` over the data-parallel ranks."""
     reduced = tensor.detach().clone()
     if op == "max":
@@ -61,3 +87,46 @@ def differences_from_first(mesh: Mesh, values: Mapping[str, str]) -> list[str]:
             if mine != other:
                 lines.append(f"{key}: rank {rank} on {host} has {other}, rank 0 on {first[0]} has {mine}")
     return lines
+
+
+class SharedUserError(UserError):
+    """A UserError that every rank of the run raises at the same place; one of each machine need print it."""
+
+
+def from_first_rank[T](mesh: Mesh, function: Callable[[], T]) -> T:
+    """What `function()` returns on rank 0, on every rank.
+
+    Raises SharedUserError on every rank when it raises a UserError there.
+    """
+    value: T | None = None
+    problems: tuple[str, ...] = ()
+    if mesh.rank == 0:
+        try:
+            value = function()
+        except UserError as error:
+            problems = error.problems
+    outcome: list[object] = [value, problems]
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1]:
+        raise SharedUserError(*cast(tuple[str, ...], outcome[1]))
+    return cast(T, outcome[0])
+
+
+def on_every_rank[T](mesh: Mesh, function: Callable[[], T]) -> T:
+    """What `function()` returns on this rank; it must not communicate.
+
+    Raises SharedUserError on every rank as soon as one rank raises a UserError: the others would otherwise
+    wait for it in the next collective.
+    """
+    value: T | None = None
+    problems: tuple[str, ...] = ()
+    try:
+        value = function()
+    except UserError as error:
+        problems = error.problems
+    everywhere: list[tuple[str, ...]] = [()] * mesh.world
+    dist.all_gather_object(everywhere, problems)
+    lines = dict.fromkeys(line for part in everywhere for line in part)
+    if lines:
+        raise SharedUserError(*lines)
+    return cast(T, value)

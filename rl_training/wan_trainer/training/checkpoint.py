@@ -58,7 +58,7 @@ class TrainState:
     seed: int
     world: int
     wandb_id: str | None
-    contract: Mapping[str, Mapping[str, str]]
+    contract: Mapping[str, Mapping[str, Any]]
 
 
 def save_checkpoint(

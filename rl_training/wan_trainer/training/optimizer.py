@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from wan_trainer.config.specs import OptimizerSpec
 from wan_trainer.distributed.gradients import clip_gradients
@@ -43,13 +44,13 @@ def lr_factor(update: int, schedule: str, warmup: int, horizon: int) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def build_optimizer(parameters: Mapping[str, torch.nn.Parameter], spec: OptimizerSpec) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters.
+def build_optimizer(parameters: Iterable[torch.nn.Parameter], spec: OptimizerSpec) -> torch.optim.AdamW:
+    """AdamW over `parameters`. They are float32: bf16 weights swallow updates of lr 5e-6 whole.
 
-    They are float32: bf16 weights swallow updates of lr 5e-6 whole.
+    Weight decay applies to every parameter, norms and biases included, as in the reference recipes.
     """
-    trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
-    assert trainable, "no trainable parameter"
+    trainable = list(parameters)
+    assert trainable and all(parameter.requires_grad for parameter in trainable)
     assert all(parameter.dtype == torch.float32 for parameter in trainable)
     return torch.optim.AdamW(
         trainable, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay
@@ -59,18 +60,37 @@ def build_optimizer(parameters: Mapping[str, torch.nn.Parameter], spec: Optimize
 class Updater:
     """Applies accumulated gradients: clip, refuse a non-finite gradient, AdamW step, next learning rate.
 
-    `updates` counts applied and skipped updates alike: it is the position in the learning-rate schedule, so a
-    resumed run needs no other scheduler state.
+    horizon: optimizer updates of the whole run. `updates` counts applied and skipped updates alike: it is the
+    position in the learning-rate schedule, so a resumed run needs no other scheduler state.
+    sharded: the FSDP modules of the policy. sync_each_backward: reduce gradients over the ranks in every
+    backward, which keeps them sharded; otherwise only in the last, which moves less data and holds full
+    gradients.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, spec: OptimizerSpec, horizon: int, updates: int = 0
+        self,
+        optimizer: torch.optim.Optimizer,
+        spec: OptimizerSpec,
+        *,
+        horizon: int,
+        updates: int = 0,
+        sharded: Sequence[FSDPModule] = (),
+        sync_each_backward: bool = True,
     ) -> None:
         self.optimizer = optimizer
         self.updates = updates
         self._spec = spec
         self._horizon = horizon
+        self._sharded = tuple(sharded)
+        self._sync_each_backward = sync_each_backward
         self._nonfinite_in_a_row = 0
+
+    def set_gradient_sync(self, is_last: bool) -> None:
+        """Called before each backward; is_last: no later backward of this rollout reaches the same expert."""
+        if self._sync_each_backward:
+            return
+        for module in self._sharded:
+            module.set_requires_gradient_sync(is_last)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from wan_trainer.config import contract_changes
 from wan_trainer.training.checkpoint import TrainState, latest_checkpoint, read_train_state, verify_checkpoint
 from wan_trainer.types import UserError
 
@@ -20,11 +22,10 @@ class ResumePoint:
 
 def find_resume_point(
     output_dir: Path,
-    contract: Mapping[str, Mapping[str, str]],
+    contract: Mapping[str, Mapping[str, Any]],
     *,
     auto_resume: bool,
     allow_changed: Collection[str] = (),
-    verify: bool = True,
 ) -> ResumePoint | None:
     """The checkpoint this run continues from, or None for a fresh start.
 
@@ -38,30 +39,11 @@ def find_resume_point(
     if not auto_resume:
         raise UserError(
             f"output_dir {output_dir} already holds {checkpoint.name} and auto_resume is false: choose "
-            "another "
-            "output_dir, or set --auto_resume to continue"
+            "another output_dir, or set --auto_resume to continue"
         )
-    if verify:
-        verify_checkpoint(checkpoint)
+    verify_checkpoint(checkpoint)
     state = read_train_state(checkpoint)
-    changed = contract_changes(state.contract, contract)
-    refused = [line for key, line in changed.items() if key not in allow_changed]
-    if refused:
-        raise UserError(*(f"{line} (found {checkpoint})" for line in refused))
+    changed = contract_changes(state.contract, contract, allow_changed)
+    if changed:
+        raise UserError(*changed)
     return ResumePoint(checkpoint, state)
-
-
-def contract_changes(
-    before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]
-) -> dict[str, str]:
-    """One line per config key that differs between two runs, by key."""
-    lines: dict[str, str] = {}
-    for group in sorted(before.keys() | now.keys()):
-        old, new = before.get(group, {}), now.get(group, {})
-        for key in sorted(old.keys() | new.keys()):
-            if old.get(key) != new.get(key):
-                lines[key] = (
-                    f"{key} is {new.get(key, 'absent')} but the run in output_dir was started with "
-                    f"{old.get(key, 'absent')} ({group}): use another output_dir, or --allow_changed {key}"
-                )
-    return lines

@@ -1,0 +1,55 @@
+"""`wan-trainer train`: what torchrun runs on each rank; alone it is a run of one process."""
+
+# ruff: noqa: T201
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from wan_trainer.algorithms.base import RunFailure
+from wan_trainer.cli.main import main
+from wan_trainer.config import load_with_sources
+from wan_trainer.distributed.collectives import SharedUserError
+from wan_trainer.distributed.mesh import RendezvousError
+from wan_trainer.training.optimizer import NonFiniteError
+from wan_trainer.training.run import EXIT_BAD_INPUT, EXIT_FAILURE, plan_start, train
+from wan_trainer.types import UserError
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments; unknown ones are config overrides."""
+    parser.add_argument("--config", required=True, help="the recipe (YAML)")
+    parser.add_argument(
+        "--allow_changed",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="continue a run although this config key differs from what it was started with; repeatable",
+    )
+
+
+def run(args: argparse.Namespace, rest: list[str]) -> int:
+    """Train; the exit status is 0 done, 1 failure, 75 stopped by a signal after saving."""
+    # What every rank would say alike is said by one rank of each machine.
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    try:
+        start = plan_start(load_with_sources(args.config, rest))
+    except UserError:
+        if speaks:
+            raise
+        return EXIT_BAD_INPUT
+    try:
+        return train(start, allow_changed=args.allow_changed)
+    except SharedUserError:
+        if speaks:
+            raise
+        return EXIT_BAD_INPUT
+    except (RendezvousError, RunFailure, NonFiniteError) as error:
+        if speaks:
+            print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILURE
+
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))

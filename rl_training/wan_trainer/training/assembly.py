@@ -1,0 +1,126 @@
+"""From a resolved specification to the parts of a GRPO run, wired together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from wan_trainer.algorithms.colocated import ColocatedRollouts
+from wan_trainer.algorithms.grpo import Grpo
+from wan_trainer.config.specs import RunSpec
+from wan_trainer.distributed.collectives import DataParallel
+from wan_trainer.distributed.mesh import Mesh
+from wan_trainer.models.wan.conditioning import condition_prompts
+from wan_trainer.models.wan.load import WanComponents, load_wan
+from wan_trainer.models.wan.parallelize import parallelize
+from wan_trainer.models.wan.policy import WanPolicy, build_policy
+from wan_trainer.models.wan.vae import decode
+from wan_trainer.recording.clock import Clock
+from wan_trainer.sampling.schedule import sigmas
+from wan_trainer.topology import Topology
+from wan_trainer.training.observer import RunObserver
+from wan_trainer.training.optimizer import Updater, build_optimizer
+from wan_trainer.types import Reward
+
+DEFAULT_FLOW_SHIFT = 5.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """The frozen components, the policy that is trained, and its optimizer."""
+
+    components: WanComponents
+    policy: WanPolicy
+    optimizer: torch.optim.AdamW
+
+
+def build_model(spec: RunSpec, mesh: Mesh) -> Model:
+    """Load the pipeline, distribute the policy over the mesh, and give it an optimizer.
+
+    The experts stay on the meta device until they are sharded: no rank needs room for a whole one.
+    """
+    components = load_wan(spec.model, mesh.device, materialize=False)
+    policy = build_policy(components, spec.model, spec.sampler.cfg_scale, spec.seed)
+    parallelize(policy, spec.model, mesh, spec.seed)
+    parameters = (parameter for _, parameter in policy.trainable())
+    return Model(components, policy, build_optimizer(parameters, spec.optimizer))
+
+
+def sigma_grid(spec: RunSpec, policy: WanPolicy) -> torch.Tensor:
+    """(T+1,) sigmas; the shift is the configured one, else the model scheduler's, else 5."""
+    return sigmas(spec.sampler.num_steps, flow_shift(spec, policy))
+
+
+def flow_shift(spec: RunSpec, policy: WanPolicy) -> float:
+    """The shift of the sigma grid."""
+    if spec.sampler.flow_shift is not None:
+        return spec.sampler.flow_shift
+    return DEFAULT_FLOW_SHIFT if policy.flow_shift is None else policy.flow_shift
+
+
+def build_updater(spec: RunSpec, model: Model, total_batches: int, updates: int) -> Updater:
+    """The optimizer step, `updates` updates into the run."""
+    rounds = total_batches // spec.optimizer.gradient_accumulation_steps
+    return Updater(
+        model.optimizer,
+        spec.optimizer,
+        horizon=rounds * spec.grpo.updates_per_rollout,
+        updates=updates,
+        sharded=[module for module in model.policy.experts.values() if isinstance(module, FSDPModule)],
+        sync_each_backward=spec.grpo.sync_each_backward,
+    )
+
+
+def build_grpo(
+    spec: RunSpec,
+    topology: Topology,
+    mesh: Mesh,
+    model: Model,
+    *,
+    reward: Reward,
+    updater: Updater,
+    clock: Clock,
+    observer: RunObserver,
+    policy_version: int,
+) -> Grpo:
+    """GRPO with rollouts drawn by the training ranks."""
+    policy, data = model.policy, spec.data
+    communicator = DataParallel(mesh)
+    rollouts = ColocatedRollouts(
+        policy=policy,
+        condition=partial(
+            condition_prompts,
+            model.components,
+            num_frames=data.num_frames,
+            guided=spec.sampler.cfg_scale > 1.0,
+            negative_prompt=spec.model.negative_prompt,
+        ),
+        decode=partial(decode, model.components, batch_size=spec.decode_batch_size),
+        reward=reward,
+        sampler=spec.sampler,
+        grid=sigma_grid(spec, policy),
+        latent_shape=policy.latent_shape(data.num_frames, data.height, data.width),
+        group_size=spec.grpo.group_size,
+        chunk_size=spec.grpo.sample_batch_size,
+        prompts_per_wave=topology.wave,
+        communicator=communicator,
+        device=mesh.device,
+        clock=clock,
+        observer=observer,
+    )
+    return Grpo(
+        policy=policy,
+        rollouts=rollouts,
+        updater=updater,
+        communicator=communicator,
+        clock=clock,
+        observer=observer,
+        grpo=spec.grpo,
+        sampler=spec.sampler,
+        accumulation=spec.optimizer.gradient_accumulation_steps,
+        device=mesh.device,
+        policy_version=policy_version,
+    )
