@@ -111,8 +111,10 @@ def supported_tasks(
             scorer = ScorerProcess(settings, "describe", threading.Event())
             try:
                 names = scorer.greet(timeout_s)
-            finally:
-                scorer.stop()
+            except BaseException:
+                scorer.kill()
+                raise
+            scorer.stop()
         except ScorerFailure as failure:
             raise unusable(directory, failure) from failure
     return match_tasks(tasks, names)

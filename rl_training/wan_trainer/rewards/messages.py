@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass, field
 ERROR_TEXT_LIMIT = 300
 """Longest error text kept, in characters: it is written once per failed sample."""
 
+FAREWELL = b""
+"""Sent in place of a job: the scorer leaves."""
+
 REPLY_LIMIT = 1 << 20
 """Largest reply accepted from a scorer, in bytes; a longer one counts as a broken scorer."""
 

@@ -15,7 +15,7 @@ from multiprocessing import Pipe, reduction
 from pathlib import Path
 from typing import TypeVar
 
-from wan_trainer.rewards.messages import REPLY_LIMIT, Greeting, ScoreJob, Verdict, one_line
+from wan_trainer.rewards.messages import FAREWELL, REPLY_LIMIT, Greeting, ScoreJob, Verdict, one_line
 
 POLL_S = 0.2
 """How often a wait looks up: for a cancelled pool, a death that left the pipe open, and the log's size."""
@@ -122,6 +122,7 @@ class ScorerProcess:
 
     def score(self, job: ScoreJob, pixels: int, timeout_s: float) -> Verdict:
         """Score a job whose frames are in the file `pixels`. Raises ScorerFailure: kill the scorer then."""
+        self._bound_log()
         try:
             self._connection.send_bytes(job.encode())
             reduction.send_handle(self._connection, pixels, self.pid)
@@ -130,8 +131,10 @@ class ScorerProcess:
         return self._receive(Verdict.decode, timeout_s, "scoring")
 
     def stop(self) -> None:
-        """End an idle scorer: it leaves when its pipe closes, or is killed."""
-        self._connection.close()
+        """End an idle scorer: it leaves when told, or is killed."""
+        # Said, not shown by closing the pipe: a forked data worker may hold a copy of our end.
+        with suppress(OSError):
+            self._connection.send_bytes(FAREWELL)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_GRACE_S)
         self.kill()

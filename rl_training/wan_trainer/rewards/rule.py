@@ -28,32 +28,57 @@ UNSUPPORTED = "unsupported"
 
 
 @dataclass(frozen=True)
-class PendingRuleRewards:
-    """The verdicts of one submission, in its order."""
+class Composition:
+    """How a verdict's components become one reward.
 
-    requests: tuple[RewardRequest, ...]
-    verdicts: tuple[Future[Verdict], ...]
+    mean_of_dimensions: "score" becomes the mean of the evaluator's dimensions instead of its task-specific
+    score. flag_unsupported: some task of the run has no scorer, so every sample says whether its task has.
+    """
+
     weights: Mapping[str, float]
+    mean_of_dimensions: bool
     flag_unsupported: bool
 
-    def result(self) -> list[RewardResult]:
-        """Block until every sample has its verdict; see `types.PendingRewards`."""
-        return [
-            self._weigh(request.id, verdict.result())
-            for request, verdict in zip(self.requests, self.verdicts, strict=True)
-        ]
-
-    def _weigh(self, id_: SampleId, verdict: Verdict) -> RewardResult:
-        """The weighted sum of a verdict's components, or what is wrong with one that carries a weight."""
+    def weigh(self, id_: SampleId, verdict: Verdict) -> RewardResult:
+        """The weighted sum of the components, or what is wrong with one that carries a weight."""
         components = dict(verdict.components)
+        if self.mean_of_dimensions and UNSUPPORTED not in components:
+            components.pop(SCORE, None)
+            if components:
+                components[SCORE] = math.fsum(components.values()) / len(components)
         reward, error = math.nan, verdict.error
         if error is None:
-            error = _weight_problem(components, self.weights)
+            error = self._problem(components)
         if error is None:
             reward = math.fsum(weight * components[name] for name, weight in self.weights.items())
             if self.flag_unsupported:
                 components.setdefault(UNSUPPORTED, 0.0)
         return RewardResult(id_, reward, components, error, verdict.started, verdict.ended)
+
+    def _problem(self, components: Mapping[str, float]) -> str | None:
+        for name in self.weights:
+            if name not in components:
+                given = ", ".join(sorted(components)) or "no dimension"
+                return f"reward component {name} is missing; the evaluator gave {given}"
+            if not 0.0 <= components[name] <= 1.0:
+                return f"reward component {name} {components[name]} is not in [0, 1]"
+        return None
+
+
+@dataclass(frozen=True)
+class PendingRuleRewards:
+    """The verdicts of one submission, in its order."""
+
+    requests: tuple[RewardRequest, ...]
+    verdicts: tuple[Future[Verdict], ...]
+    composition: Composition
+
+    def result(self) -> list[RewardResult]:
+        """Block until every sample has its verdict; see `types.PendingRewards`."""
+        return [
+            self.composition.weigh(request.id, verdict.result())
+            for request, verdict in zip(self.requests, self.verdicts, strict=True)
+        ]
 
 
 class RuleReward:
@@ -73,7 +98,6 @@ class RuleReward:
     ) -> None:
         _check(spec)
         self._spec = spec
-        self._weights = dict(spec.weights or ((SCORE, 1.0),))
         self._open: list[Future[Verdict]] = []
         self._serial = 0
         self._scratch = Scratch(spec.tmp_dir, keep=spec.keep_tmp)
@@ -90,7 +114,11 @@ class RuleReward:
         )
         try:
             self._evaluator_tasks = self._pool.tasks()
-            self._any_unsupported = self._check_tasks(tasks)
+            self._composition = Composition(
+                weights=dict(spec.weights or ((SCORE, 1.0),)),
+                mean_of_dimensions=not spec.task_specific_only,
+                flag_unsupported=self._check_tasks(tasks),
+            )
         except ScorerFailure as failure:
             self.close()
             raise unusable(spec.evalkit_dir, failure) from failure
@@ -113,13 +141,13 @@ class RuleReward:
         needed = len(self._open) + len(requests)
         if needed > self._spec.max_pending_jobs:
             raise UserError(
-                f"vbvr_reward_max_pending_jobs {self._spec.max_pending_jobs} cannot hold the {needed} rollouts "
-                "of this rank that wait for a score; set it to rollouts per rank x (max_off_policy_steps + 1), "
-                f"at least {needed}"
+                f"vbvr_reward_max_pending_jobs {self._spec.max_pending_jobs} cannot hold the {needed} "
+                "rollouts of this rank that await a score; set it to rollouts per rank x "
+                f"(max_off_policy_steps + 1), at least {needed}"
             )
         verdicts = tuple(self._score(video, request) for video, request in zip(videos, requests, strict=True))
         self._open += verdicts
-        return PendingRuleRewards(tuple(requests), verdicts, self._weights, self._any_unsupported)
+        return PendingRuleRewards(tuple(requests), verdicts, self._composition)
 
     def close(self) -> None:
         """End every scorer, delete every temporary file; open samples become missing. May be called twice."""
@@ -156,7 +184,7 @@ class RuleReward:
         score = self._spec.unsupported_score
         if score is None:  # a task that was not among the dataset's when the run started
             return _answered(Verdict(error=f"the evaluator has no scorer for task {task}"))
-        components = dict.fromkeys(self._weights, score) | {SCORE: score, UNSUPPORTED: 1.0}
+        components = dict.fromkeys(self._composition.weights, score) | {SCORE: score, UNSUPPORTED: 1.0}
         return _answered(Verdict(components=components))
 
     def _job(
@@ -214,22 +242,7 @@ def _check(spec: RuleRewardSpec) -> None:
             f"vbvr_reward_device {spec.device}: scorers run on the CPU with CUDA hidden, so that they take "
             "no memory from the policy; set cpu"
         )
-    if not spec.task_specific_only:
-        raise UserError(
-            "vbvr_reward_task_specific_only false: the evaluator's evaluate_single_video gives the "
-            "task-specific score only; set true"
-        )
     check_checkout(spec.evalkit_dir, spec.source_sha256)
-
-
-def _weight_problem(components: Mapping[str, float], weights: Mapping[str, float]) -> str | None:
-    """Why the weighted components are no reward; None when they are one."""
-    for name in weights:
-        if name not in components:
-            return f"reward component {name} is missing; the evaluator gave {', '.join(sorted(components))}"
-        if not 0.0 <= components[name] <= 1.0:
-            return f"reward component {name} {components[name]} is not in [0, 1]"
-    return None
 
 
 def _answered(verdict: Verdict) -> Future[Verdict]:

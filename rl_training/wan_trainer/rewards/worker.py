@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from wan_trainer.media import prepare_for_evaluation
-from wan_trainer.rewards.messages import Greeting, ScoreJob, Verdict, one_line
+from wan_trainer.rewards.messages import FAREWELL, Greeting, ScoreJob, Verdict, one_line
 
 PR_SET_PDEATHSIG = 1
 EVALUATOR_MODULE = "run_evaluation"
@@ -55,8 +55,10 @@ def main(arguments: list[str]) -> int:
     connection.send_bytes(Greeting(tasks=tasks).encode())
     while True:
         try:
-            job = ScoreJob.decode(connection.recv_bytes())
-            pixels = reduction.recv_handle(connection)
+            message = connection.recv_bytes()
+            if message == FAREWELL:
+                return 0
+            job, pixels = ScoreJob.decode(message), reduction.recv_handle(connection)
         except (EOFError, OSError):
             return 0
         os.chdir(checkout)  # an earlier sample may have left another working directory
