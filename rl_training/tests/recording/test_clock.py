@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -55,7 +56,7 @@ def test_spans_of_two_processes_line_up() -> None:
     with clock.span("around", 0):
         output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=os.environ)
     (around,) = clock.drain()
-    ((_, _, _, start, end),) = __import__("json").loads(output.stdout)
+    ((_, _, _, start, end),) = json.loads(output.stdout)
     assert around.start < start < end < around.end
 
 
