@@ -181,7 +181,7 @@ def test_a_pool_whose_evaluator_never_imports_answers(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_queued_or_sent_is_a_verdict(pool: ScorerPool, tmp_path: Path) -> None:
-    """Neither a full descriptor table nor a defect on the trainer's side may raise, or leave a sample open."""
+    """Neither a full descriptor table nor a defect on our side may raise, or leave a sample open."""
     pool.tasks()
     wrong: Any = {"gt_path": {"a", "set"}}
     unsendable = dataclasses.replace(_job(tmp_path, "brightness"), gt_info=wrong)
@@ -212,10 +212,11 @@ def test_a_scorer_that_breaks_the_protocol_is_replaced(tmp_path: Path, evalkit: 
     (copy / "run_evaluation.py").write_text(source + MEDDLER)
     pool = ScorerPool(ScorerSettings(copy, tmp_path, 1, None), ScorerTimeouts(20.0), workers=1)
     try:
-        for task in ("wrong_json", "no_json", "huge", "closed"):
+        for task in ("wrong_json", "huge"):
             verdict = pool.submit(_job(tmp_path, task), _frames()).result(20)
             assert verdict.error is not None and verdict.components == {}, task
-            assert "no verdict" in verdict.error or "broke its pipe" in verdict.error, verdict.error
+            expected = "no verdict" if task == "wrong_json" else "broke its pipe"
+            assert expected in verdict.error, verdict.error
         assert pool.submit(_job(tmp_path, "brightness"), _frames()).result(20).error is None
     finally:
         pool.close()
@@ -226,15 +227,12 @@ import stat, struct, sys
 _plain = evaluate_single_video
 
 def evaluate_single_video(video_path, task_name, gt_info, device):
-    messages = {"wrong_json": b"[1, 2]", "no_json": b"\\xff\\x00", "huge": b"x" * (3 << 20)}
+    messages = {"wrong_json": b"[1, 2]", "huge": b"x" * (3 << 20)}
     pipe = int(sys.argv[1])
     if task_name in messages:
         data = struct.pack("!i", len(messages[task_name])) + messages[task_name]
         while data:
             data = data[os.write(pipe, data):]
-    if task_name == "closed":
-        os.close(pipe)
-        time.sleep(600)
     return _plain(video_path, task_name, gt_info, device)
 """
 
