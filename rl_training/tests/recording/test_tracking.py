@@ -66,7 +66,7 @@ def run_offline(directory: Path, first: int, last: int, record: StepRecord) -> s
     environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     environment |= {"PYTHONPATH": os.pathsep.join([str(helper.parent), *sys.path])}
     words = [sys.executable, "-c", _OFFLINE, str(directory), str(first), str(last)]
-    done = subprocess.run(words, env=environment, check=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, env=environment, check=True, capture_output=True, text=True, timeout=240)
     assert done.stderr == ""
     assert len(done.stdout.split()) == 1, "wandb must not chatter"
     return done.stdout.strip()

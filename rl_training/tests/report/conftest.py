@@ -148,6 +148,11 @@ def step_spans(batch: int, ranks: int, now: float, draw: random.Random) -> list[
     return spans
 
 
+@pytest.fixture(scope="session")
+def fabricate_run() -> Callable[..., RunFiles]:
+    return fabricate
+
+
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., RunFiles]:
     def make(batches: int, **options: object) -> RunFiles:

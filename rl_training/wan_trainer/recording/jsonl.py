@@ -73,8 +73,8 @@ def parse_line(line: bytes) -> JsonObject | None:
 class RowReader:
     """Iterates over the rows of a file that may be absent, empty, torn, or still being written.
 
-    Damaged lines are left out and counted in `damaged`. With `tail_bytes`, only rows that begin within that many
-    bytes of the end are read.
+    Damaged lines are left out and counted in `damaged`. With `tail_bytes`, only rows that begin
+    within that many bytes of the end are read.
     """
 
     def __init__(self, path: Path, tail_bytes: int | None = None) -> None:
