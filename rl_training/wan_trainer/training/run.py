@@ -37,7 +37,7 @@ from wan_trainer.distributed.collectives import (
 from wan_trainer.distributed.mesh import Mesh, init_mesh
 from wan_trainer.recording.clock import Clock
 from wan_trainer.recording.console import console_for
-from wan_trainer.recording.identity import EvaluatorIdentity, code_identity, dataset_identity, model_identity
+from wan_trainer.recording.identity import DatasetIdentity, EvaluatorIdentity, code_identity, model_identity
 from wan_trainer.recording.opening import open_run_log
 from wan_trainer.recording.run_dir import RunFiles
 from wan_trainer.recording.run_record import FinalCheckpoint, RunFacts, RunRecord, SamplerRecord
@@ -358,7 +358,6 @@ def _facts(start: Start, mesh: Mesh, dataset: Dataset, model: Model, done: int) 
     spec, config, sampler = start.spec, start.loaded.config, start.spec.sampler
     assert isinstance(spec.reward, RuleRewardSpec)
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
-    manifests = [Path(name) for name in dataset.digests if Path(name) != spec.data.dataset_json]
     return RunFacts(
         algorithm="grpo",
         device=device,
@@ -381,7 +380,16 @@ def _facts(start: Start, mesh: Mesh, dataset: Dataset, model: Model, done: int) 
             seed=sampler.seed,
         ),
         model=model_identity(spec.model.path, spec.model.family),
-        dataset=dataset_identity(spec.data.dataset_json, manifests, len(dataset)),
+        dataset=DatasetIdentity(
+            path=spec.data.dataset_json,
+            sha256=dataset.digests[spec.data.dataset_json.name],
+            manifests={
+                name: digest
+                for name, digest in dataset.digests.items()
+                if name != spec.data.dataset_json.name
+            },
+            samples=len(dataset),
+        ),
         evaluator=EvaluatorIdentity(spec.reward.evalkit_dir, spec.reward.source_sha256),
         code=code_identity(Path(wan_trainer.__file__).parent),
         start_batch=done,
