@@ -7,8 +7,8 @@ import stat
 from pathlib import Path
 
 import pytest
-import torch
 
+from wan_trainer.preflight.cuda import cuda_devices
 from wan_trainer.preflight.machine import (
     check_accelerator,
     check_disk,
@@ -19,7 +19,7 @@ from wan_trainer.preflight.machine import (
     nearest_existing,
 )
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_gpu = pytest.mark.skipif(cuda_devices().count == 0, reason="needs a CUDA device")
 
 
 def fake_compiler(folder: Path) -> Path:
@@ -34,7 +34,7 @@ def test_a_cpu_run_says_what_was_skipped():
     assert problem.kind == "note" and "skipped" in problem.message
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+@pytest.mark.skipif(cuda_devices().count > 0, reason="this machine has a CUDA device")
 def test_a_cuda_run_without_a_gpu_is_one_line_with_the_remedy():
     (problem,) = check_accelerator("cuda", 8, {})
     assert problem.kind == "error" and "--device cpu" in problem.message
@@ -43,7 +43,7 @@ def test_a_cuda_run_without_a_gpu_is_one_line_with_the_remedy():
 @pytest.mark.gpu
 @needs_gpu
 def test_too_many_processes_for_the_devices():
-    count = torch.cuda.device_count()
+    count = cuda_devices().count
     found = check_accelerator("cuda", count + 1, {"WAN_TRAINER_SKIP_TRITON_PREFLIGHT": "1"})
     assert f"--nproc {count}" in found[0].message and found[1].kind == "note"
 
@@ -68,7 +68,7 @@ def test_headers_elsewhere_and_a_compiler_on_path_pass(tmp_path, monkeypatch):
     assert check_toolchain({"PATH": str(tmp_path), "CPATH": f"/nowhere:{tmp_path}"}) == []
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+@pytest.mark.skipif(cuda_devices().count > 0, reason="this machine has a CUDA device")
 def test_triton_without_a_driver_gives_its_last_line():
     (problem,) = check_triton()
     assert problem.message.startswith("Triton cannot build its driver (")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-import torch
-
 from wan_trainer.config.device import resolve_device, unbuilt
 from wan_trainer.config.family import known_family
 from wan_trainer.config.resolution import resolve
 from wan_trainer.config.schema import GrpoConfig
 from wan_trainer.config.specs import Family, RuleRewardSpec, RunSpec
+from wan_trainer.preflight.cuda import cuda_devices
 from wan_trainer.preflight.inputs import check_clip_length, check_dataset, check_evaluator, check_queue
 from wan_trainer.preflight.machine import check_accelerator, check_disk
 from wan_trainer.preflight.model_files import check_model_directory
@@ -30,7 +29,7 @@ def resolve_here(config: GrpoConfig, family: Family | None = None) -> RunSpec:
     """The specification of the run on this machine: `device: auto` is what torch finds here.
 
     A stated `device: cuda` resolves without a GPU too, so that the other checks are still made;
-    `check_accelerator` reports the GPU. Raises UserError when a family cannot be told or its shapes do not fit.
+    `check_accelerator` reports the GPU. Raises UserError when a family cannot be told or shapes do not fit.
     """
     return resolve(config, cuda_available=_cuda(config), family=family)
 
@@ -100,4 +99,4 @@ def count_scorers(reward: RuleRewardSpec, topology: Topology) -> Problem:
 
 
 def _cuda(config: GrpoConfig) -> bool:
-    return config.device == "cuda" or torch.cuda.is_available()
+    return config.device == "cuda" or (config.device == "auto" and cuda_devices().count > 0)

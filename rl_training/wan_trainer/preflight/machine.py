@@ -10,9 +10,8 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
 from wan_trainer.config.specs import Device, ModelSpec
+from wan_trainer.preflight.cuda import cuda_devices
 from wan_trainer.preflight.model_files import adapter_elements, trained_elements
 from wan_trainer.preflight.problem import Problem
 
@@ -27,14 +26,15 @@ def check_accelerator(device: Device, nproc: int, env: Mapping[str, str]) -> lis
         return [
             Problem("device is cpu: the checks of CUDA devices, compiler and Triton were skipped", "note")
         ]
-    if not torch.cuda.is_available():
+    found = cuda_devices()
+    if not found.count:
         line = (
-            f"device is cuda, but torch {torch.__version__} finds no usable CUDA device: run where there are "
-            "GPUs and a driver that suits this torch, or pass --device cpu (gloo; meant for tiny models)"
+            f"device is cuda, but {found.reason}: run where there are GPUs and a driver that suits torch, or "
+            "pass --device cpu (gloo; meant for tiny models)"
         )
         return [Problem(line)]
     problems: list[Problem] = []
-    count = torch.cuda.device_count()
+    count = found.count
     if count < nproc:
         visible = env.get("CUDA_VISIBLE_DEVICES")
         which = f"CUDA_VISIBLE_DEVICES={visible} leaves" if visible is not None else "this machine has"
