@@ -49,7 +49,8 @@ def key_list() -> str:
         lines += ["", section.title]
         for name in section_fields(section):
             info = keys()[name]
-            lines.append(f"  --{name}  {info.type_name}; default {default_text(info)}")
+            default = default_text(info) if info.required else f"default {default_text(info)}"
+            lines.append(f"  --{name}  {info.type_name}; {default}")
             lines += textwrap.wrap(info.meaning, 100, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines[1:])
 

@@ -122,7 +122,9 @@ def _run(name: str, command: Command, arguments: list[str]) -> int:
     # `--` may set overrides apart from the launcher's own flags; to argparse it would mean positionals.
     args, rest = parser.parse_known_args([argument for argument in arguments if argument != "--"])
     if rest and not command.takes_overrides:
-        raise UserError(*(_unexpected(name, word, parser.option_names()) for word in rest))
+        # The values after an unknown flag are no errors of their own.
+        wrong = [word for word in rest if word.startswith("-")] or rest
+        raise UserError(*(_unexpected(name, word, parser.option_names()) for word in wrong))
     return module.run(args, rest)
 
 

@@ -72,7 +72,9 @@ class GrpoSection(Section):
         0.0, "Weight of the divergence from the starting policy; 0 builds none.", group="optimization", ge=0
     )
     ratio_gate_tolerance: float | None = key(
-        None, "Largest |ratio - 1| of an on-policy first pass; null is a tenth of grpo_clip_range.", gt=0
+        None,
+        "Largest distance of the ratio from 1 in an on-policy first pass; null is a tenth of grpo_clip_range.",
+        gt=0,
     )
     grpo_reward_fn: Literal["vbvr_rule", "vbvr_vlm"] = key(
         "vbvr_rule", "Reward: the rule evaluator or the vision-language judge.", group="reward"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 from wan_trainer.config.fields import KeyInfo
 from wan_trainer.config.schema import SECTIONS, keys, section_fields
@@ -41,3 +43,8 @@ def with_current_tables(page: str) -> str:
     _, closing, after = rest.partition(END)
     assert mark and closing, "the page has both marks"
     return before + key_tables() + after
+
+
+if __name__ == "__main__":
+    page_path = Path(sys.argv[1])
+    page_path.write_text(with_current_tables(page_path.read_text(encoding="utf-8")), encoding="utf-8")

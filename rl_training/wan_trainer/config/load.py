@@ -148,11 +148,19 @@ def _value_lines(details: Sequence[ErrorDetails], places: _Places) -> list[str]:
         info = known[name]
         inside = [str(part) for part in detail["loc"][1:] if isinstance(part, int) or info.kind == "dict"]
         value = detail["input"]
-        shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"
+        shown = _shown(value)
         part = f"{name}[{inside[0]}]" if inside else name
         rule, remedy = _rule(detail, info, shown)
         lines.setdefault(name, f"{part} {places[name]}: {shown} {rule}; {remedy}")
     return list(lines.values())
+
+
+def _shown(value: object) -> str:
+    """A value on one line, cut when it is long."""
+    if value is None:
+        return "null"
+    text = str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _rule(detail: ErrorDetails, info: KeyInfo, shown: str) -> tuple[str, str]:

@@ -18,6 +18,11 @@ def trainer_root(environment: Mapping[str, str] = os.environ) -> Path:
     """
     stated = environment.get("WAN_TRAINER_ROOT")
     if not stated:
+        if not (PACKAGE_PARENT / "configs").is_dir():
+            raise UserError(
+                f"WAN_TRAINER_ROOT: is not set, and the package is installed in {PACKAGE_PARENT}, outside the "
+                "repository; name the rl_training directory"
+            )
         return PACKAGE_PARENT
     root = Path(stated).expanduser()
     if not root.is_dir():

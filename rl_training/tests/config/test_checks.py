@@ -1,0 +1,146 @@
+"""Contradictions: each one line that names the value, the rule and the remedy."""
+
+import json
+
+import pytest
+
+from wan_trainer.config import GrpoConfig
+from wan_trainer.types import UserError
+
+A14B = {"model_family": "i2v-a14b"}
+SHARED = {"grpo_shared_prompt_batch": True, "batch_size": 32}
+
+CASES = [
+    ({"num_frames": 80}, ["num_frames", "80 is not 4k+1", "use 77 or 81"]),
+    ({"num_frames": 1}, ["num_frames", "at least 5", "use 5"]),
+    ({"height": 500}, ["height", "500 is not a multiple of 32", "480 or 512"]),
+    ({"width": 264, **A14B}, ["width", "264 is not a multiple of 16", "256 or 272"]),
+    ({"train_experts": "high"}, ["train_experts", "two-expert", "use both"]),
+    ({"trainer": "refl"}, ["trainer", "refl", "use dancegrpo"]),
+    ({"latent_webdataset_dir": "x"}, ["latent_webdataset_dir", "pre-encoded", "dataset_json"]),
+    ({"expert_parallel": True}, ["expert_parallel", "use false"]),
+    ({"rl_async_rollout": True}, ["rl_async_rollout", "max_off_policy_steps"]),
+    ({"rl_train_node_count": 2}, ["rl_train_node_count", "2 is refused", "use 0"]),
+    ({"lora_alpha": 8.0}, ["lora_alpha", "lora_rank is 0"]),
+    ({"lora_module_prefix": "blocks"}, ["lora_module_prefix", "lora_rank is 0"]),
+    ({"transformer_load_dtype": "bfloat16"}, ["transformer_load_dtype", "round away", "use auto"]),
+    ({"attention_backend": "_flash_3_hubb"}, ["attention_backend", "use _flash_3_hub"]),
+    (
+        {"attention_backend": "_native_cudnn", "disable_cudnn_sdp": True},
+        ["attention_backend", "--no-disable_cudnn_sdp"],
+    ),
+    (
+        {"torch_compile_mode": "max-autotune", "torch_compile_backend": "eager"},
+        ["torch_compile_mode", "inductor", "use null"],
+    ),
+    ({"hsdp": True, "fsdp": False}, ["hsdp", "--no-hsdp"]),
+    ({"shuffle": True, "shuffle_raw_indices": False}, ["shuffle", "--shuffle_raw_indices null"]),
+    ({"reset_dataloader": True}, ["reset_dataloader", "resume_from"]),
+    (
+        {"grpo_shared_prompt_microbatch_size": 4},
+        ["grpo_shared_prompt_microbatch_size", "--grpo_shared_prompt_batch"],
+    ),
+    ({"grpo_shared_prompt_microbatch_size": 12, **SHARED}, ["12 does not divide batch_size 32", "8 or 16"]),
+    (
+        {"grpo_sample_batch_size": 8, "grpo_train_sample_batch_size": 3},
+        ["grpo_train_sample_batch_size", "3 does not divide", "use 2"],
+    ),
+    ({"grpo_sde_noise_scale": 1.2}, ["grpo_sde_noise_scale", "1.2 is outside flowcps"]),
+    ({"grpo_sde_noise_scale": 0.0, "grpo_sde_formula": "dancegrpo"}, ["0.0 is outside dancegrpo", "0.3"]),
+    (
+        {"grpo_cps_noise_scale_range": [0.0, 1.0], "grpo_sde_formula": "flowgrpo"},
+        ["grpo_cps_noise_scale_range", "flowgrpo", "use null or flowcps"],
+    ),
+    ({"grpo_cps_noise_scale_range": [-0.1, 0.5]}, ["[-0.1, 0.5] leaves", "0 to 1"]),
+    ({"grpo_cps_noise_scale_range": [0.5, 0.4]}, ["starts above its end", "[0.4, 0.5]"]),
+    ({"negative_prompt": "blurry"}, ["negative_prompt", "grpo_cfg_scale"]),
+    (
+        {"grpo_delayed_replay": True, "max_off_policy_steps": 2},
+        ["max_off_policy_steps", "2 contradicts grpo_delayed_replay: true", "--grpo_delayed_replay null"],
+    ),
+    ({"grpo_delayed_replay": False, "max_off_policy_steps": 1}, ["contradicts grpo_delayed_replay: false"]),
+    ({"lr_scheduler": "constant", "warmup_steps": 5}, ["warmup_steps", "linear_warmup"]),
+    ({"max_steps": 4, "warmup_steps": 5}, ["warmup_steps", "--warmup_steps 0"]),
+    ({"save_steps": 10, "gradient_accumulation_steps": 4}, ["save_steps", "use 8 or 12"]),
+    (
+        {"max_steps": 10, "save_steps": 0, "gradient_accumulation_steps": 4},
+        ["max_steps", "use 8 or 12"],
+    ),
+    (
+        {"grpo_updates_per_rollout": 2, "gradient_accumulation_steps": 2},
+        ["grpo_updates_per_rollout", "set one of them to 1"],
+    ),
+    ({"adam_betas": [0.9, 1.0]}, ["adam_betas", "1.0", "[0.9, 0.999]"]),
+    ({"reward_weights": {"score": 0.0}}, ["reward_weights", "same reward"]),
+    ({"vbvr_reward_device": "cuda"}, ["vbvr_reward_device", "use cpu"]),
+    ({"vlm_reward_concurrency": 9}, ["vlm_reward_concurrency", "grpo_reward_fn: vbvr_vlm"]),
+]
+
+
+@pytest.mark.parametrize(("values", "fragments"), CASES, ids=[json.dumps(values) for values, _ in CASES])
+def test_a_contradiction_is_one_line(load, values, fragments):
+    with pytest.raises(UserError) as caught:
+        load(**values)
+    assert len(caught.value.problems) == 1
+    for fragment in fragments:
+        assert fragment in caught.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"grpo_delayed_replay": True, "max_off_policy_steps": 1},
+        {"max_off_policy_steps": 3},
+        {"lora_rank": 0, "lora_alpha": 32},
+        {"lora_rank": 8, "transformer_load_dtype": "bfloat16"},
+        {"grpo_sde_noise_scale": 0.0},
+        {"grpo_cps_noise_scale_range": [0.5, 0.5]},
+        {"reward_weights": {"score": -1}},
+        {"reward_monitor": ["vbvr_vlm"], "vlm_reward_concurrency": 9},
+        {"grpo_sample_batch_size": 8, "grpo_train_sample_batch_size": 4},
+        {"save_steps": 8, "gradient_accumulation_steps": 4},
+        {"learning_rate": 0.0},
+        {"num_frames": 9, "height": 64, "width": 64},
+    ],
+)
+def test_a_permitted_combination(load, values):
+    load(**values)
+
+
+def test_the_judge_needs_its_model_and_its_rubrics(load):
+    with pytest.raises(UserError) as caught:
+        load(reward="judge", vlm_reward_model=None, vlm_reward_prompt_mode="task_specific")
+    assert [line.split()[0] for line in caught.value.problems] == [
+        "vlm_reward_model",
+        "vlm_reward_prompt_dir",
+    ]
+    assert "--vlm_reward_prompt_mode custom" in caught.value.problems[1]
+
+
+def test_auto_reads_the_family_from_the_model_directory(load, tmp_path):
+    index = {
+        "_class_name": "WanImageToVideoPipeline",
+        "transformer_2": ["diffusers", "WanTransformer3DModel"],
+    }
+    (tmp_path / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+    shape = {"model_family": "auto", "height": 272, "width": 272}
+    load(model_path=str(tmp_path), train_experts="high", **shape)
+    index = {"_class_name": "WanPipeline", "expand_timesteps": True, "transformer_2": [None, None]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        load(model_path=str(tmp_path), train_experts="high", **shape)
+    assert len(caught.value.problems) == 3
+
+
+def test_an_unknown_family_is_held_to_what_all_families_need(load):
+    with pytest.raises(UserError) as caught:
+        load(model_family="auto", height=500, num_frames=80)
+    assert len(caught.value.problems) == 2
+    load(model_family="auto", height=496)
+
+
+def test_building_the_schema_directly_asks_the_same_questions(load):
+    values = {**load().config.model_dump(), "num_frames": 80, "warmup_steps": 3, "lr_scheduler": "constant"}
+    with pytest.raises(UserError) as caught:
+        GrpoConfig.model_validate(values)
+    assert len(caught.value.problems) == 2

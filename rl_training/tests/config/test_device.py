@@ -1,0 +1,106 @@
+"""`device: cpu` is a declared resolution; what is not built is refused by name."""
+
+import pytest
+
+from wan_trainer.config import load_with_sources, resolve, resolve_device, unbuilt
+from wan_trainer.types import UserError
+
+RECIPE = "configs/train_rl_5b_cps.yaml"
+
+
+def test_cpu_replaces_gpu_kernels_and_says_so():
+    loaded = load_with_sources(RECIPE, ["--device", "cpu", "--torch_compile_mode", "max-autotune"])
+    config = loaded.config
+    assert config.attention_backend == "native"
+    assert config.use_liger_kernel is False
+    assert config.torch_compile_backend == "aot_eager"
+    assert config.torch_compile_mode is None
+    assert config.param_dtype == "float32"
+    changed = {key for key, source in loaded.sources.items() if source == "device: cpu"}
+    assert changed == {
+        "attention_backend",
+        "use_liger_kernel",
+        "torch_compile_backend",
+        "torch_compile_mode",
+        "param_dtype",
+    }
+
+
+def test_cpu_keeps_what_a_cpu_can_do(load):
+    flags = ["--device", "cpu", "--param_dtype", "bfloat16", "--torch_compile_backend", "eager"]
+    loaded = load(*flags, attention_backend="_native_math")
+    assert loaded.config.param_dtype == "bfloat16"
+    assert loaded.config.torch_compile_backend == "eager"
+    assert loaded.config.attention_backend == "_native_math"
+    assert "device: cpu" not in loaded.sources.values()
+
+
+def test_auto_without_a_gpu_is_the_same_as_cpu():
+    auto = load_with_sources(RECIPE, ["--device", "auto"]).config
+    cpu = load_with_sources(RECIPE, ["--device", "cpu"]).config
+    assert resolve_device(auto, cuda_available=False) == cpu
+    assert resolve(auto, cuda_available=False) == resolve(cpu, cuda_available=False)
+    assert resolve_device(auto, cuda_available=True).attention_backend == "_flash_3_hub"
+
+
+def test_cuda_without_a_gpu_is_refused():
+    config = load_with_sources(RECIPE, ["--device", "cuda"]).config
+    with pytest.raises(UserError, match="use --device cpu"):
+        resolve(config, cuda_available=False)
+
+
+def test_an_unknown_family_is_refused_when_the_run_is_resolved(load):
+    config = load(model_family="auto").config
+    with pytest.raises(UserError, match="set model_family"):
+        resolve(config, cuda_available=False)
+    assert resolve(config, cuda_available=False, family="t2v-1.3b").model.family == "t2v-1.3b"
+    with pytest.raises(UserError, match="496 is not a multiple of 32"):
+        resolve(load(model_family="auto", width=496).config, cuda_available=False, family="ti2v-5b")
+
+
+@pytest.mark.parametrize(
+    ("values", "remedy"),
+    [
+        ({"tensor_parallel_size": 2}, "--tensor_parallel_size 1"),
+        ({"fsdp": False}, "--fsdp"),
+        ({"torch_compile": True}, "--no-torch_compile"),
+        ({"use_liger_kernel": True}, "--no-use_liger_kernel"),
+        ({"attention_backend": "sage"}, "--attention_backend native"),
+        ({"grpo_offload_inference_models": True}, "--no-grpo_offload_inference_models"),
+        ({"grpo_kl_coeff": 0.1}, "--grpo_kl_coeff 0"),
+        ({"ema_decay": 0.9}, "--ema_decay 0"),
+        ({"resume_from": "a"}, "--resume_from null"),
+        ({"resume_from": "a", "reset_dataloader": False}, "--resume_from null --reset_dataloader null"),
+        ({"base_lora": "a"}, "--base_lora null"),
+        ({"eval_steps": 5}, "--eval_steps 0"),
+        ({"reward_monitor": ["x"]}, "--reward_monitor '[]'"),
+        ({"vbvr_reward_fast_decode": True}, "--no-vbvr_reward_fast_decode"),
+    ],
+)
+def test_what_is_not_built_is_one_line_with_the_remedy(load, values, remedy):
+    config = load(**values).config
+    (line,) = unbuilt(config)
+    assert line.startswith(f"{next(iter(values))}: ")
+    assert remedy in line
+
+
+def test_the_judge_and_sharding_across_nodes_are_not_built(load):
+    assert "grpo_reward_fn: vbvr_vlm" in unbuilt(load(reward="judge").config)[0]
+    config = load(hsdp=True).config
+    assert unbuilt(config) == []
+    assert "--no-hsdp" in unbuilt(config, nodes=2)[0]
+
+
+def test_what_is_built_is_not_refused(load):
+    built = load(
+        max_off_policy_steps=2,
+        grpo_shared_prompt_batch=True,
+        batch_size=4,
+        grpo_shared_prompt_microbatch_size=2,
+        gradient_checkpointing=True,
+        lora_rank=4,
+        attention_backend="_native_math",
+    ).config
+    assert unbuilt(built) == []
+    compiled = resolve_device(load(torch_compile=True, use_liger_kernel=True).config, cuda_available=False)
+    assert [line.split(":")[0] for line in unbuilt(compiled)] == ["torch_compile"]
