@@ -73,7 +73,7 @@ class GrpoSection(Section):
     )
     ratio_gate_tolerance: float | None = key(
         None,
-        "Largest distance of the ratio from 1 in an on-policy first pass; null is a tenth of grpo_clip_range.",
+        "Largest distance of the ratio from 1 when nothing was updated; null is a tenth of grpo_clip_range.",
         gt=0,
     )
     grpo_reward_fn: Literal["vbvr_rule", "vbvr_vlm"] = key(

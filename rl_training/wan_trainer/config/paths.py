@@ -20,7 +20,7 @@ def trainer_root(environment: Mapping[str, str] = os.environ) -> Path:
     if not stated:
         if not (PACKAGE_PARENT / "configs").is_dir():
             raise UserError(
-                f"WAN_TRAINER_ROOT: is not set, and the package is installed in {PACKAGE_PARENT}, outside the "
+                f"WAN_TRAINER_ROOT: is not set, and the package is in {PACKAGE_PARENT}, outside the "
                 "repository; name the rl_training directory"
             )
         return PACKAGE_PARENT
