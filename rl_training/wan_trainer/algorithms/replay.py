@@ -77,7 +77,10 @@ class Replayer:
                 losses = clipped_surrogate(new, step.old_log_prob, advantages, clip_range)
                 loss = torch.where(valid, losses, 0.0).sum()
                 kl_loss = self._kl_coeff * torch.where(valid, divergence, 0.0).sum()
-                torch.autograd.backward((loss + kl_loss) * scale)
+                objective = (loss + kl_loss) * scale
+                # A step of an expert that is not trained has nothing to differentiate.
+                if objective.requires_grad:
+                    torch.autograd.backward(objective)
                 ratio = ratio_statistics(new.detach(), step.old_log_prob, valid, clip_range)
                 statistics.add(position, valid, ratio, loss.detach(), kl_loss.detach())
 
