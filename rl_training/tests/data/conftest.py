@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_training.tests.data.archives import TASKS, Files, Members, sample_files, write_archive
+from wan_trainer.config.specs import DataSpec
 from wan_trainer.data.layout import ARCHIVE_FOLDER
 
 
@@ -45,3 +46,25 @@ def dataset_root(tmp_path: Path, members: Callable[[str], Members]) -> Path:
     for task in TASKS:
         write_archive(root / ARCHIVE_FOLDER / f"{task}.tar.gz", members(task))
     return root
+
+
+@pytest.fixture
+def spec() -> Callable[..., DataSpec]:
+    """A specification of small batches, with any field changed."""
+
+    def build(dataset_json: Path, **changes: int | bool | None) -> DataSpec:
+        values: dict[str, int | bool | None] = {
+            "dataset_size": None,
+            "num_frames": 5,
+            "height": 32,
+            "width": 32,
+            "fps": 16,
+            "shuffle": True,
+            "shuffle_seed": 42,
+            "num_workers": 0,
+            "prefetch_factor": 2,
+            "persistent_workers": True,
+        }
+        return DataSpec(dataset_json, **(values | changes))  # pyright: ignore[reportArgumentType]
+
+    return build

@@ -337,18 +337,18 @@ RUN = """
 import sys
 from pathlib import Path
 from wan_trainer.data.unpack import unpack
-unpack(Path(sys.argv[1]), Path(sys.argv[2]), expected_tasks=2, expected_samples=160, workers=2)
+unpack(Path(sys.argv[1]), Path(sys.argv[2]), expected_tasks=2, expected_samples=120, workers=2)
 """
 
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two archives of 80 samples, about 10 MB, which take long enough to be stopped half-way."""
+    """Two archives of 60 samples, about 8 MB, which take long enough to be stopped half-way."""
     root = tmp_path_factory.mktemp("many")
     rng = np.random.default_rng(0)
     for task in TASKS:
         big: Members = {}
-        for index in range(80):
+        for index in range(60):
             for file in (
                 "first_frame.png",
                 "metadata.json",
@@ -361,24 +361,30 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def clean(many: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an undisturbed run makes of them."""
+    output = tmp_path_factory.mktemp("clean")
+    unpack(many, output, expected_tasks=2, expected_samples=120)
+    return output
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
-def test_a_stopped_unpack_is_resumed(many: Path, tmp_path: Path, number: int) -> None:
+def test_a_stopped_unpack_is_resumed(many: Path, clean: Path, tmp_path: Path, number: int) -> None:
     output = tmp_path / "out"
     process = subprocess.Popen([sys.executable, "-c", RUN, str(many), str(output)], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and len(list((output / "raw").glob("*/*"))) < 20:
+    while time.monotonic() < deadline and len(list((output / "raw").glob("*/*"))) < 10:
         assert process.poll() is None, "it ended before it could be stopped"
-        time.sleep(0.002)
+        time.sleep(0.01)
     os.kill(process.pid, number)
     assert process.wait(timeout=30) != 0
     assert not (output / "dataset.json").exists()
-    clean = tmp_path / "clean"
-    unpack(many, clean, expected_tasks=2, expected_samples=160)
     expected = tree(clean / "raw")
     partial = tree(output / "raw")
     assert 0 < len(partial) < len(expected)
     assert all(expected[name] == content for name, content in partial.items())
-    summary = unpack(many, output, expected_tasks=2, expected_samples=160)
+    summary = unpack(many, output, expected_tasks=2, expected_samples=120)
     assert summary.kept == len(partial) and summary.written == len(expected) - len(partial)
     assert tree(output) == tree(clean)
     shutil.rmtree(output)
