@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import random
+import resource
 import shutil
 import time
 from collections.abc import Callable
@@ -303,6 +304,7 @@ def test_close_ends_everything_and_answers_what_is_open(
     spec: RuleRewardSpec,
     scorers: Callable[[], list[int]],
 ) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
     reward = make_reward(workers=2, timeout_s=300.0)
     assert _one(reward, clip(0.5), make_request("brightness")).valid
     pending = reward.submit(np.stack([clip(0.5)] * 5), [make_request("hang", member) for member in range(5)])
@@ -313,7 +315,26 @@ def test_close_ends_everything_and_answers_what_is_open(
     assert time.monotonic() - before < 5.0
     assert [result.error for result in pending.result()] == ["the reward was closed"] * 5
     assert scorers() == [] and list(spec.tmp_dir.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == descriptors
     reward.close()
+
+
+def test_every_waiting_rollout_may_hold_a_descriptor(
+    make_reward: MakeReward, spec: RuleRewardSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        make_reward(max_pending_jobs=900)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 900
+        with monkeypatch.context() as patch:
+            patch.setattr(resource, "getrlimit", lambda _: (256, 256))
+            with pytest.raises(
+                UserError, match=r"max_pending_jobs 900 needs 1412 open files, the limit is 256"
+            ):
+                make_reward(max_pending_jobs=900)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_one_scorer_without_the_process_pool(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import resource
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,6 +22,9 @@ from wan_trainer.rewards.scratch import Scratch
 from wan_trainer.types import RewardRequest, RewardResult, Sample, SampleId, UserError
 
 _log = logging.getLogger(__name__)
+
+OTHER_DESCRIPTORS = 512
+"""Open files that the rest of the trainer may need."""
 
 SCORE = "score"
 UNSUPPORTED = "unsupported"
@@ -97,6 +101,7 @@ class RuleReward:
         self, spec: RuleRewardSpec, tasks: Collection[str], *, start_timeout_s: float = START_TIMEOUT_S
     ) -> None:
         _check(spec)
+        _reserve_descriptors(spec.max_pending_jobs)
         self._spec = spec
         self._open: list[Future[Verdict]] = []
         self._serial = 0
@@ -243,6 +248,20 @@ def _check(spec: RuleRewardSpec) -> None:
             "no memory from the policy; set cpu"
         )
     check_checkout(spec.evalkit_dir, spec.source_sha256)
+
+
+def _reserve_descriptors(pending: int) -> None:
+    """Let this process open a descriptor for every waiting rollout; 1,024 is a common soft limit."""
+    needed = pending + OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise UserError(
+            f"vbvr_reward_max_pending_jobs {pending} needs {needed} open files, the limit is {hard}; "
+            "raise it (ulimit -Hn) or lower the number"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _answered(verdict: Verdict) -> Future[Verdict]:
