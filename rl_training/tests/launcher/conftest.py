@@ -19,7 +19,7 @@ LAUNCHER = REPOSITORY / "scripts" / "train" / "grpo_multinode.fish"
 
 # validate and torchrun are answered here; everything else (the supervisor) runs for real.
 STUB = """#!{python}
-import json, os, sys, time
+import json, os, subprocess, sys
 arguments = sys.argv[1:]
 record = {{"argv": arguments, "cwd": os.getcwd(), "env": dict(os.environ)}}
 out = {out!r}
@@ -31,6 +31,10 @@ if module == "wan_trainer.cli.main":
     sys.exit(int(os.environ.get("STUB_VALIDATE_STATUS", "0")))
 if module == "torch.distributed.run":
     json.dump(record, open(out + "/torchrun.json", "w"))
+    if "STUB_RANK" in os.environ:
+        # As torchrun does: ranks in sessions of their own, and status 1 for every way in which they can fail.
+        rank = subprocess.Popen([{python!r}, "-c", os.environ["STUB_RANK"], out], start_new_session=True)
+        sys.exit(int(rank.wait() != 0))
     sys.exit(int(os.environ.get("STUB_TORCHRUN_STATUS", "0")))
 os.execv({python!r}, [{python!r}, *arguments])
 """
@@ -63,6 +67,11 @@ class Launch:
             timeout=60,
             check=False,
         )
+
+    def start(self, *arguments: str, **env: str) -> subprocess.Popen[str]:
+        """Start the launcher and return at once."""
+        command = ["fish", str(LAUNCHER), *arguments]
+        return subprocess.Popen(command, env=self.environment(**env), stderr=subprocess.PIPE, text=True)
 
     def record(self, name: str) -> dict:
         """What the stub was called with: argv, cwd, env."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -214,6 +216,39 @@ def test_no_facts_file_is_left_behind(launch, tmp_path):
 def test_a_record_of_an_earlier_run_does_not_become_the_status(launch):
     (launch.output_dir / "run.json").write_text(json.dumps({"exit_status": 75}))
     assert launch.run("--nproc", "1", *CONFIG, STUB_TORCHRUN_STATUS="1").returncode == 1
+
+
+# A rank that saves when it is asked to stop, as the trainer does: run.json says so, and it exits 75.
+RANK = """
+import json, pathlib, signal, sys, time
+out = pathlib.Path(sys.argv[1])
+def stop(number, frame):
+    (out.parent / "a run" / "run.json").write_text(json.dumps({"exit_status": 75}))
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+(out / "ready").touch()
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_launcher_ends_in_75(launch, number):
+    launcher = launch.start("--nproc", "1", *CONFIG, STUB_RANK=RANK)
+    deadline = time.monotonic() + 30
+    while not (launch.out / "ready").exists():
+        assert time.monotonic() < deadline and launcher.poll() is None
+        time.sleep(0.05)
+    launcher.send_signal(number)
+    _, stderr = launcher.communicate(timeout=30)
+    assert launcher.returncode == 75, stderr
+
+
+@pytest.mark.parametrize(("recorded", "expected"), [(2, 2), (75, 75), (1, 1), (0, 1)])
+def test_what_rank_zero_recorded_is_the_status(launch, recorded, expected):
+    write = "import json, pathlib, sys; path = pathlib.Path(sys.argv[1]).parent / 'a run' / 'run.json'; "
+    write += f"path.write_text(json.dumps({{'exit_status': {recorded}}})); sys.exit(3)"
+    assert launch.run("--nproc", "1", *CONFIG, STUB_RANK=write).returncode == expected
 
 
 def test_a_missing_environment_names_the_setup(launch, tmp_path):

@@ -30,13 +30,19 @@ def fake_compiler(folder: Path) -> Path:
 
 
 def test_a_cpu_run_says_what_was_skipped():
-    (problem,) = check_accelerator("cpu", 64, {})
-    assert problem.kind == "note" and "skipped" in problem.message
+    (problem,) = check_accelerator("cpu", 64, {}, stated="cpu")
+    assert problem.kind == "note" and "were not checked" in problem.message
+
+
+@pytest.mark.skipif(cuda_devices().count > 0, reason="this machine has a CUDA device")
+def test_an_automatic_cpu_run_says_why():
+    (problem,) = check_accelerator("cpu", 64, {}, stated="auto")
+    assert cuda_devices().reason in problem.message
 
 
 @pytest.mark.skipif(cuda_devices().count > 0, reason="this machine has a CUDA device")
 def test_a_cuda_run_without_a_gpu_is_one_line_with_the_remedy():
-    (problem,) = check_accelerator("cuda", 8, {})
+    (problem,) = check_accelerator("cuda", 8, {}, stated="cuda")
     assert problem.kind == "error" and "--device cpu" in problem.message
 
 
@@ -44,14 +50,14 @@ def test_a_cuda_run_without_a_gpu_is_one_line_with_the_remedy():
 @needs_gpu
 def test_too_many_processes_for_the_devices():
     count = cuda_devices().count
-    found = check_accelerator("cuda", count + 1, {"WAN_TRAINER_SKIP_TRITON_PREFLIGHT": "1"})
+    found = check_accelerator("cuda", count + 1, {"WAN_TRAINER_SKIP_TRITON_PREFLIGHT": "1"}, stated="cuda")
     assert f"--nproc {count}" in found[0].message and found[1].kind == "note"
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_a_whole_machine_passes():
-    assert check_accelerator("cuda", 1, os.environ) == []
+    assert check_accelerator("cuda", 1, os.environ, stated="cuda") == []
 
 
 def test_a_missing_compiler_and_missing_headers_are_both_named(tmp_path, monkeypatch):

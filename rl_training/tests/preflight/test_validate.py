@@ -187,6 +187,11 @@ def test_many_scorer_threads_are_a_warning(world):
     assert any("scorer processes" in line for line in errors(world, kind="warning"))
 
 
+def test_the_trainers_own_flags_are_no_config_keys(world):
+    done = validate(world, "--allow_changed", "learning_rate", "--seed", "3")
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_node_rank_outside_the_run_is_one_line(world):
     done = validate(world, "--nodes", "2", "--node-rank", "2")
     assert done.returncode == 2

@@ -38,6 +38,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--join", action="store_true", help="wait for the other machines and compare their configuration"
     )
+    # The launcher hands the trainer's arguments to both; what a resume may change is checked by the run.
+    parser.add_argument("--allow_changed", action="append", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--facts", type=Path, help="file for the values that the launcher needs")
 
 

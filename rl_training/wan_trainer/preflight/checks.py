@@ -53,7 +53,7 @@ def run_checks(
     model_lines = check_model_directory(spec.model.path, family)
     problems += [Problem(line) for line in model_lines]
     problems += check_inputs(spec, topology, needs_image=family is not None and FAMILIES[family].needs_image)
-    problems += check_accelerator(spec.device, nproc, env)
+    problems += check_accelerator(spec.device, nproc, env, stated=config.device)
     if not model_lines:
         problems += check_disk(spec.output.output_dir, spec.model, spec.optimizer.ema_decay > 0)
     return problems + check_network(nodes, rank, env)

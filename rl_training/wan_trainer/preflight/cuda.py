@@ -29,8 +29,8 @@ class CudaDevices:
 def cuda_devices() -> CudaDevices:
     """The CUDA devices of this process's environment (CUDA_VISIBLE_DEVICES counts).
 
-    torch is asked in a process of its own: only it knows whether it suits the driver, and preflight should hold
-    no GPU memory while the ranks start.
+    torch is asked in a process of its own: only it knows whether it suits the driver, and preflight should
+    hold no GPU memory while the ranks start.
     """
     try:
         ctypes.CDLL(DRIVER)

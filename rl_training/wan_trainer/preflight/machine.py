@@ -20,12 +20,11 @@ _TRITON_PROBE = "from triton.runtime import driver; print(driver.active.get_curr
 _GIB = 1 << 30
 
 
-def check_accelerator(device: Device, nproc: int, env: Mapping[str, str]) -> list[Problem]:
-    """GPU checks for a CUDA run; on the CPU one note that they were skipped."""
+def check_accelerator(device: Device, nproc: int, env: Mapping[str, str], *, stated: str) -> list[Problem]:
+    """GPU checks for a CUDA run; on the CPU one note that there are none. `stated`: the config's device."""
     if device == "cpu":
-        return [
-            Problem("device is cpu: the checks of CUDA devices, compiler and Triton were skipped", "note")
-        ]
+        why = "" if stated == "cpu" else f" ({cuda_devices().reason})"
+        return [Problem(f"device is cpu{why}: CUDA devices, compiler and Triton were not checked", "note")]
     found = cuda_devices()
     if not found.count:
         line = (
