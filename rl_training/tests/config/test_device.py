@@ -2,7 +2,7 @@
 
 import pytest
 
-from wan_trainer.config import load_with_sources, resolve, resolve_device, unbuilt
+from wan_trainer.config import load_with_sources, resolve, resolve_device, settle_device, unbuilt
 from wan_trainer.types import UserError
 
 RECIPE = "configs/train_rl_5b_cps.yaml"
@@ -41,6 +41,14 @@ def test_auto_without_a_gpu_is_the_same_as_cpu():
     assert resolve_device(auto, cuda_available=False) == cpu
     assert resolve(auto, cuda_available=False) == resolve(cpu, cuda_available=False)
     assert resolve_device(auto, cuda_available=True).attention_backend == "_flash_3_hub"
+
+
+def test_a_settled_device_marks_what_it_changed():
+    auto = load_with_sources(RECIPE, ["--device", "auto"])
+    settled = settle_device(auto, cuda_available=False)
+    assert settled.config == resolve_device(auto.config, cuda_available=False)
+    assert settled.sources["attention_backend"] == "device: cpu" and settled.sources["device"] == "cli"
+    assert settle_device(auto, cuda_available=True).sources == auto.sources
 
 
 def test_cuda_without_a_gpu_is_refused():

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     )
     from wan_trainer.config.device import resolve_device, unbuilt
     from wan_trainer.config.family import known_family, read_family
-    from wan_trainer.config.load import LoadedConfig, load_config, load_with_sources
+    from wan_trainer.config.load import LoadedConfig, load_config, load_with_sources, settle_device
     from wan_trainer.config.paths import caller_directory, find_config, trainer_path, trainer_root
     from wan_trainer.config.resolution import replay_depth, resolve
     from wan_trainer.config.schema import SECTIONS, GrpoConfig, keys
@@ -40,6 +40,7 @@ __all__ = [
     "replay_depth",
     "resolve",
     "resolve_device",
+    "settle_device",
     "trainer_path",
     "trainer_root",
     "unbuilt",
@@ -49,7 +50,7 @@ _HOMES = {
     "contract": ("contract_changes", "contract_digests", "contract_values", "public_values"),
     "device": ("resolve_device", "unbuilt"),
     "family": ("known_family", "read_family"),
-    "load": ("LoadedConfig", "load_config", "load_with_sources"),
+    "load": ("LoadedConfig", "load_config", "load_with_sources", "settle_device"),
     "paths": ("caller_directory", "find_config", "trainer_path", "trainer_root"),
     "resolution": ("replay_depth", "resolve"),
     "schema": ("SECTIONS", "GrpoConfig", "keys"),

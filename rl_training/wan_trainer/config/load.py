@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from wan_trainer.config.checks import contradictions
-from wan_trainer.config.device import CPU_SOURCE, cpu_changes
+from wan_trainer.config.device import CPU_SOURCE, cpu_changes, resolve_device
 from wan_trainer.config.fields import KeyInfo
 from wan_trainer.config.paths import find_config
 from wan_trainer.config.schema import DEFER_CHECKS, GrpoConfig, keys
@@ -90,6 +90,14 @@ def load_with_sources(
         config = config.model_copy(update=changes)
         sources |= dict.fromkeys(changes, CPU_SOURCE)
     return LoadedConfig(config, sources, file, found.lines, tuple(overrides))
+
+
+def settle_device(loaded: LoadedConfig, *, cuda_available: bool) -> LoadedConfig:
+    """`loaded` with `device: auto` settled; what a CPU run changes has the source "device: cpu"."""
+    settled = resolve_device(loaded.config, cuda_available=cuda_available)
+    before, after = loaded.config.model_dump(), settled.model_dump()
+    changed = [name for name in after if name != "device" and after[name] != before[name]]
+    return replace(loaded, config=settled, sources={**loaded.sources, **dict.fromkeys(changed, CPU_SOURCE)})
 
 
 @dataclass(frozen=True)

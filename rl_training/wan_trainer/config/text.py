@@ -111,40 +111,43 @@ def read_yaml(
     for key_node, value_node in root.value:
         name = str(key_node.value)
         line = key_node.start_mark.line + 1
-        where = f"({path} line {line})"
+        where = f"{name} ({path} line {line})"
         if name in found.lines:
-            found.problems.append(
-                f"{name} {where}: is also set on line {found.lines[name]}; remove one of them"
-            )
+            found.problems.append(f"{where}: is also set on line {found.lines[name]}; remove one of them")
             continue
         found.lines[name] = line
         if name not in known:
-            found.problems.append(f"{name} {where}: is not a configuration key{_advice(name, known, '')}")
+            found.problems.append(f"{where}: is not a configuration key{_advice(name, known, '')}")
             continue
-        interpolation = _Interpolation(environment)
-        repeated: list[str] = []
-        _substitute(loader, value_node, interpolation, repeated)
-        for variable in interpolation.unset:
-            found.problems.append(
-                f"{name} {where}: environment variable {variable} is not set; export it or write "
-                f"${{{variable}:-default}}"
-            )
-        found.problems += [f"{name} {where}: names {inner} twice; remove one of them" for inner in repeated]
-        if interpolation.unset or repeated:
-            continue
-        try:
-            value: Any = loader.construct_object(value_node, deep=True)
-        except yaml.YAMLError:
-            found.problems.append(
-                f"{name} {where}: is not a plain value; write text, a number, a list or null"
-            )
-            continue
-        if interpolation.used_env:
-            found.from_env.add(name)
-            if isinstance(value, str):
-                value = parse_tokens(known[name], [value])
-        found.values[name] = value
+        _read_value(loader, value_node, known[name], where, environment, found)
     return found
+
+
+def _read_value(
+    loader: Any, node: yaml.Node, info: KeyInfo, where: str, environment: Mapping[str, str], found: Values
+) -> None:
+    """Add the value of one key to `found`, or what is wrong with it."""
+    interpolation = _Interpolation(environment)
+    repeated: list[str] = []
+    _substitute(loader, node, interpolation, repeated)
+    for variable in interpolation.unset:
+        found.problems.append(
+            f"{where}: environment variable {variable} is not set; export it or write "
+            f"${{{variable}:-default}}"
+        )
+    found.problems += [f"{where}: names {inner} twice; remove one of them" for inner in repeated]
+    if interpolation.unset or repeated:
+        return
+    try:
+        value: Any = loader.construct_object(node, deep=True)
+    except yaml.YAMLError:
+        found.problems.append(f"{where}: is not a plain value; write text, a number, a list or null")
+        return
+    if interpolation.used_env:
+        found.from_env.add(info.name)
+        if isinstance(value, str):
+            value = parse_tokens(info, [value])
+    found.values[info.name] = value
 
 
 def _substitute(loader: Any, node: yaml.Node, interpolation: _Interpolation, repeated: list[str]) -> None:
