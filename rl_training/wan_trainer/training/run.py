@@ -21,7 +21,7 @@ from wan_trainer.config import (
     contract_values,
     public_values,
     resolve,
-    resolve_device,
+    settle_device,
     unbuilt,
 )
 from wan_trainer.config.specs import RuleRewardSpec, RunSpec
@@ -112,14 +112,15 @@ def plan_start(loaded: LoadedConfig) -> Start:
     nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     nodes = int(os.environ.get("WORLD_SIZE", "1")) // nproc
     cuda_available = torch.cuda.is_available()
-    config = resolve_device(loaded.config, cuda_available=cuda_available)
+    loaded = settle_device(loaded, cuda_available=cuda_available)
+    config = loaded.config
     problems = unbuilt(config, nodes=nodes)
     if problems:
         raise UserError(*problems)
     topology = resolve_topology(config, nodes, nproc)
     spec = resolve(config, cuda_available=cuda_available)
     return Start(
-        loaded=dataclasses.replace(loaded, config=config),
+        loaded=loaded,
         spec=spec,
         topology=topology,
         contract=contract_values(config, topology.prompts),
