@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,8 +53,8 @@ def dataset_root(tmp_path: Path, members: Callable[[str], Members]) -> Path:
 def spec() -> Callable[..., DataSpec]:
     """A specification of small batches, with any field changed."""
 
-    def build(dataset_json: Path, **changes: int | bool | None) -> DataSpec:
-        values: dict[str, int | bool | None] = {
+    def build(dataset_json: Path, **changes: Any) -> DataSpec:
+        values: dict[str, Any] = {
             "dataset_size": None,
             "num_frames": 5,
             "height": 32,
@@ -65,6 +66,6 @@ def spec() -> Callable[..., DataSpec]:
             "prefetch_factor": 2,
             "persistent_workers": True,
         }
-        return DataSpec(dataset_json, **(values | changes))  # pyright: ignore[reportArgumentType]
+        return DataSpec(dataset_json, **(values | changes))
 
     return build

