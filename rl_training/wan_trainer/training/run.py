@@ -244,10 +244,13 @@ def _run(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collection[
             policy_version=0 if resume is None else resume.state.policy_version,
         )
 
-        def keep_record(step_record: StepRecord) -> None:
-            log.step(step_record)
+        def keep_spans() -> None:
             for spans in gather_objects(mesh, clock.drain()):
                 log.spans(spans)
+
+        def keep_record(step_record: StepRecord) -> None:
+            log.step(step_record)
+            keep_spans()
 
         def save(seen: int) -> None:
             with clock.span("save", seen - 1):
@@ -269,6 +272,7 @@ def _run(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collection[
                     mesh,
                     keep=spec.output.keep_checkpoints,
                 )
+            keep_spans()
             console.print(f"saved {path}")
 
         stop = AgreedStop(mesh)
@@ -280,7 +284,7 @@ def _run(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collection[
                 batch_size=topology.prompts,
                 num_batches=total,
                 start=done,
-                local_prompts=_local_prompts(topology, mesh),
+                local_prompts=local_prompts(topology, mesh),
                 with_first_frames=FAMILIES[spec.model.family].needs_image,
             ),
             ReplayScheduler(grpo.prepare, grpo.update, spec.grpo.depth),
@@ -319,7 +323,7 @@ def _total_batches(spec: RunSpec, topology: Topology, samples: int) -> int:
     return total // window * window
 
 
-def _local_prompts(topology: Topology, mesh: Mesh) -> list[int]:
+def local_prompts(topology: Topology, mesh: Mesh) -> list[int]:
     """The prompts of a batch, all waves, whose rollouts this rank draws."""
     share = assign(topology.wave, topology.group_size, mesh.dp_rank, mesh.dp_size)
     in_wave = sorted({prompt for prompt, _ in share})

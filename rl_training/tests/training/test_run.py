@@ -1,0 +1,279 @@
+"""A whole run on real ranks: real evaluator, real videos, real checkpoints, at the smallest size."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch.distributed.tensor import DTensor
+
+from rl_training.tests.ranks import run_ranks
+from rl_training.tests.tiny_fixtures import TinyEvalkit
+from wan_trainer.config import load_with_sources
+from wan_trainer.data.dataset import load_dataset
+from wan_trainer.data.loader import batches
+from wan_trainer.distributed.mesh import init_mesh
+from wan_trainer.recording.clock import Clock
+from wan_trainer.recording.run_dir import NullRunLog
+from wan_trainer.training import assembly
+from wan_trainer.training.assembly import build_grpo, build_model, build_updater
+from wan_trainer.training.checkpoint import read_train_state
+from wan_trainer.training.observer import RunObserver
+from wan_trainer.training.optimizer import UpdateResult
+from wan_trainer.training.run import local_prompts, plan_start, train
+from wan_trainer.types import PendingRewards, RewardRequest, RewardResult, UserError
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tiny_ti2v: Path, tiny_dataset: Path, tiny_evalkit: TinyEvalkit) -> Path:
+    """A GRPO recipe of two prompts x four rollouts and three denoising steps."""
+    values: dict[str, Any] = {
+        "trainer": "dancegrpo",
+        "device": "cpu",
+        "model_path": str(tiny_ti2v),
+        "model_family": "ti2v-5b",
+        "dataset_json": str(tiny_dataset),
+        "num_frames": 9,
+        "height": 64,
+        "width": 64,
+        "fps": 16,
+        "output_dir": str(tmp_path / "run"),
+        "batch_size": 2,
+        "grpo_shared_prompt_batch": True,
+        "grpo_group_size": 4,
+        "grpo_sample_batch_size": 4,
+        "grpo_num_sampling_steps": 4,
+        "dancegrpo_timestep_selection_ratio": 1.0,
+        "grpo_sde_formula": "flowcps",
+        "grpo_sde_noise_scale": 0.7,
+        "learning_rate": 5.0e-4,
+        "lr_scheduler": "constant",
+        "warmup_steps": 0,
+        "max_steps": 2,
+        "save_steps": 2,
+        "num_workers": 0,
+        "wandb_project": None,
+        "rollout_video_every_steps": 1,
+        "grpo_reward_fn": "vbvr_rule",
+        "vbvr_reward_evalkit_dir": str(tiny_evalkit.directory),
+        "vbvr_reward_evalkit_source_sha256": tiny_evalkit.sha256,
+        "vbvr_reward_prepared_width": 64,
+        "vbvr_reward_prepared_height": 64,
+        "vbvr_reward_fps": 16,
+        "vbvr_reward_cpu_workers": 1,
+        "vbvr_reward_cpu_threads_per_worker": 1,
+        "vbvr_reward_tmp_dir": str(tmp_path / "scratch"),
+        "rendezvous_timeout_s": 120,
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def _local_world(world: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(world)
+
+
+def _train(recipe: str, world: int, overrides: list[str], allow_changed: list[str] | None = None) -> Any:
+    _local_world(world)
+    try:
+        return train(plan_start(load_with_sources(recipe, overrides)), allow_changed=allow_changed or ())
+    except UserError as error:
+        return list(error.problems)
+
+
+def _rows(run: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def test_a_run_ends_with_everything_a_reader_needs(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert run_ranks(1, _train, str(recipe), 1, []) == [0]
+
+    metrics = _rows(run, "metrics.jsonl")
+    assert [row["batch"] for row in metrics] == [0, 1]
+    assert all(row["ratio_max_dev"] == 0.0 and row["policy_age"] == 0 for row in metrics)
+    assert all(np.isfinite(row["grad_norm"]) and row["grad_norm"] > 0 for row in metrics)
+    rewards = _rows(run, "rewards.jsonl")
+    assert len(rewards) == 2 * 2 * 4
+    assert {(row["step"], row["prompt"], row["member"]) for row in rewards} == {
+        (step, prompt, member) for step in range(2) for prompt in range(2) for member in range(4)
+    }
+    assert metrics[0]["reward_mean"] == pytest.approx(np.mean([row["reward"] for row in rewards[:8]]))
+    assert {row["phase"] for row in _rows(run, "timeline.jsonl")} >= {"sample", "decode", "replay", "save"}
+    assert (run / "rollout_videos" / "step-000001-p01-m03.mp4").stat().st_size > 0
+    record = json.loads((run / "run.json").read_text())
+    assert (record["status"], record["exit_status"]) == ("finished", 0)
+    assert record["final_checkpoint"]["step"] == 2 and record["final_checkpoint"]["verified"]
+    assert (run / "latest").read_text().strip() == "checkpoint-2"
+    assert not list((tmp_path / "scratch").glob("scorer-*"))
+
+
+def test_a_run_continues_completes_and_refuses_another_seed(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert run_ranks(1, _train, str(recipe), 1, []) == [0]
+    before = (run / "metrics.jsonl").read_bytes()
+
+    assert run_ranks(1, _train, str(recipe), 1, []) == [0], "a complete run says so"
+    assert (run / "metrics.jsonl").read_bytes() == before
+    ((refused,),) = run_ranks(1, _train, str(recipe), 1, ["--seed", "7", "--shuffle_raw_indices_seed", "42"])
+    assert refused.startswith("seed: 7 differs from 42") and "--allow_changed seed" in refused
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+    assert run_ranks(2, _train, str(recipe), 2, ["--max_steps", "4"]) == [0, 0], "on two ranks now"
+    assert [row["batch"] for row in _rows(run, "metrics.jsonl")] == [0, 1, 2, 3]
+    assert read_train_state(run / "checkpoint-4").step == 4
+
+    whole = tmp_path / "whole"
+    overrides = ["--max_steps", "4", "--output_dir", str(whole)]
+    assert run_ranks(1, _train, str(recipe), 1, overrides) == [0]
+    continued, uninterrupted = (_rows(path, "rewards.jsonl") for path in (run, whole))
+    assert [row["reward"] for row in continued] == pytest.approx(
+        [row["reward"] for row in uninterrupted], abs=2e-3
+    )
+
+
+class _MeanColour:
+    """A reward without files: the mean of the red channel, different for every rollout."""
+
+    def submit(self, videos: np.ndarray, requests: list[RewardRequest]) -> PendingRewards:
+        return _Scored(
+            [
+                RewardResult(request.id, float(video[..., 0].mean()) / 255.0)
+                for video, request in zip(videos, requests, strict=True)
+            ]
+        )
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _Scored:
+    def __init__(self, results: list[RewardResult]) -> None:
+        self._results = results
+
+    def result(self) -> list[RewardResult]:
+        return self._results
+
+
+def _first_update(recipe: str, world: int, overrides: list[str]) -> dict[str, Any]:
+    """Rewards, noise and full gradients of the first update, from the run's own assembly."""
+    _local_world(world)
+    start = plan_start(load_with_sources(recipe, overrides))
+    spec, topology = start.spec, start.topology
+    mesh = init_mesh("cpu", 60)
+    dataset = load_dataset(spec.data)
+    model = build_model(spec, mesh)
+    updater = build_updater(spec, model, 2, 0)
+    seen: dict[str, Any] = {}
+
+    def keep_gradients() -> UpdateResult:
+        seen["gradients"] = {
+            name: parameter.grad.full_tensor().flatten().tolist()
+            for name, parameter in model.policy.trainable()
+            if isinstance(parameter.grad, DTensor)
+        }
+        return UpdateResult(0.0, 0.0, False)
+
+    updater.step = keep_gradients  # type: ignore[method-assign]
+    log = NullRunLog(spec.output.output_dir)
+    grpo = build_grpo(
+        spec,
+        topology,
+        mesh,
+        model,
+        reward=_MeanColour(),
+        updater=updater,
+        clock=Clock(mesh.rank),
+        observer=RunObserver(log, every_steps=0, total_batches=2, fps=16),
+        policy_version=0,
+    )
+    batch = next(
+        iter(
+            batches(
+                dataset,
+                spec.data,
+                batch_size=topology.prompts,
+                num_batches=2,
+                start=0,
+                local_prompts=local_prompts(topology, mesh),
+                with_first_frames=True,
+            )
+        )
+    )
+    rollout = grpo.prepare(batch, 0)
+    seen["prompts"] = [sample.sample_id for sample in batch.samples]
+    seen["noise"] = {
+        tuple(sample): chunk.trajectory.latents[0][row].flatten().tolist()
+        for wave in rollout.waves
+        for chunk in wave.chunks
+        for row, sample in enumerate(chunk.trajectory.ids)
+    }
+    seen["rewards"] = {
+        tuple(verdict.id): verdict.reward
+        for wave in rollout.waves
+        for pending in wave.pending
+        for verdict in pending.result()
+    }
+    record = grpo.update(rollout)
+    assert record is not None
+    seen["ratio_max_dev"] = record.ratio_max_dev
+    return seen
+
+
+@pytest.mark.parametrize(
+    "changed", [[], ["--grpo_shared_prompt_microbatch_size", "1"]], ids=["ranks", "waves"]
+)
+def test_two_ranks_draw_the_same_noise_and_get_the_same_gradients(recipe: Path, changed: list[str]) -> None:
+    # Equal chunks: two rollouts a call everywhere.
+    chunks = ["--grpo_sample_batch_size", "2"]
+    (alone,) = run_ranks(1, _first_update, str(recipe), 1, chunks)
+    ranks = run_ranks(2, _first_update, str(recipe), 2, chunks + changed)
+
+    assert all(seen["prompts"] == alone["prompts"] for seen in ranks)
+    assert all(seen["ratio_max_dev"] == 0.0 for seen in [alone, *ranks])
+    noise = {sample: values for seen in ranks for sample, values in seen["noise"].items()}
+    assert noise == alone["noise"]
+    rewards = {sample: value for seen in ranks for sample, value in seen["rewards"].items()}
+    assert rewards == pytest.approx(alone["rewards"], abs=1e-6)
+    assert len(set(rewards.values())) == 8
+    for name, values in alone["gradients"].items():
+        expected = torch.tensor(values, dtype=torch.float64)
+        for seen in ranks:
+            difference = torch.tensor(seen["gradients"][name], dtype=torch.float64) - expected
+            assert difference.norm() <= 1e-5 * expected.norm() + 1e-12, name
+
+
+def _with_other_learning_rate(recipe: str, world: int) -> Any:
+    return _train(recipe, world, ["--learning_rate", "1e-3" if os.environ["RANK"] == "1" else "1e-4"])
+
+
+def test_ranks_with_different_configs_are_refused_by_key(recipe: Path) -> None:
+    for problems in run_ranks(2, _with_other_learning_rate, str(recipe), 2):
+        (line,) = problems
+        assert line.startswith("learning_rate: rank 1 on ") and "start every node" in line
+
+
+def test_what_stops_one_rank_stops_all_with_the_same_line(recipe: Path, tmp_path: Path) -> None:
+    # A disk that only one machine sees empty: the configurations agree, the files do not.
+    first, second = run_ranks(2, _train_with_broken_model_on_rank_1, str(recipe), str(tmp_path))
+    assert first == second
+    assert len(first) == 1 and "model_index.json" in first[0]
+
+
+def _train_with_broken_model_on_rank_1(recipe: str, scratch: str) -> Any:
+    if os.environ["RANK"] == "1":
+        whole = assembly.load_wan
+
+        def elsewhere(spec: Any, *arguments: Any, **options: Any) -> Any:
+            return whole(dataclasses.replace(spec, path=Path(scratch) / "gone"), *arguments, **options)
+
+        assembly.load_wan = elsewhere
+    return _train(recipe, 2, [])
