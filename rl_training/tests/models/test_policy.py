@@ -167,7 +167,8 @@ def test_full_training_trains_the_named_experts(
     condition = unguided(random_condition(policy, 1, policy.latent_shape(FRAMES, HEIGHT, WIDTH)))
     for sigma in (0.95, 0.5):
         loss = policy.velocity(latents(policy, 1), sigma, condition).square().mean()
-        if loss.requires_grad:
+        assert loss.requires_grad == policy.trains_at(sigma) == (policy.expert_for(sigma) in trained)
+        if policy.trains_at(sigma):
             loss.backward()
     reached = {
         name.split(".")[0] for name, p in policy.named_parameters() if p.grad is not None and p.grad.any()

@@ -119,8 +119,13 @@ def _load_expert(spec: ModelSpec, directory: WanDirectory, name: str) -> WanTran
         ) from None
     check_names(expert, weights)
     dtype = _expert_dtype(spec, weights, name in trained_experts(spec, directory.experts))
-    # The plain cast: Diffusers' own warns about modules it keeps in float32; nothing computes in this dtype.
     nn.Module.to(expert, dtype=dtype)
+    # As Diffusers loads them. The time embedder also decides the sinusoid's dtype, by the dtype it is stored
+    # in.
+    kept = set(WanTransformer3DModel._keep_in_fp32_modules)
+    for path, parameter in expert.named_parameters():
+        if kept.intersection(path.split(".")):
+            parameter.data = parameter.data.to(torch.float32)
     return expert
 
 

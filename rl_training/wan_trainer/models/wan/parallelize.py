@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 
 import torch
@@ -62,6 +63,8 @@ def shard(
     (`_keep_in_fp32_modules`): in bfloat16 its input would lose the sinusoid's fine differences between
     neighbouring sigmas.
     """
+    # Wan returns views. FSDP warns, per rank and module, that writing into one in place would fail: nobody does.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mixed = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )

@@ -127,6 +127,14 @@ class WanPolicy(nn.Module):
             return unconditional + self.cfg_scale * (conditional - unconditional)
         return output
 
+    def trains_at(self, sigma: float) -> bool:
+        """Whether the velocity at `sigma` depends on a trained parameter.
+
+        False where `train_experts` or the adapters leave the routed expert frozen: such a step has no
+        gradient, its loss has no graph, and replaying it is wasted. The same on every rank.
+        """
+        return any(parameter.requires_grad for parameter in self.experts[self.expert_for(sigma)].parameters())
+
     def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Names and parameters that are trained, in a fixed order."""
         return ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
