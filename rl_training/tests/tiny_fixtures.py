@@ -7,11 +7,17 @@ changing it.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from wan_trainer.data.unpack import unpack
+from wan_trainer.rewards.evalkit import source_sha256
 from wan_trainer.tiny.models import make_tiny
+from wan_trainer.tiny.tasks import write_archives
+from wan_trainer.tiny.world import evalkit_source
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +42,34 @@ def tiny_a14b(tiny_root: Path) -> Path:
 def tiny_t2v(tiny_root: Path) -> Path:
     """A tiny T2V-1.3B directory: VAE 2.1, no image conditioning."""
     return make_tiny("t2v-1.3b", tiny_root / "models" / "t2v-1.3b")
+
+
+@pytest.fixture(scope="session")
+def tiny_archives(tiny_root: Path) -> Path:
+    """The root of tiny archives in the public layout: two tasks of four samples, 64x64 pixels, 9 frames."""
+    write_archives(tiny_root / "archives", samples_per_task=4)
+    return tiny_root / "archives"
+
+
+@pytest.fixture(scope="session")
+def tiny_dataset(tiny_archives: Path, tiny_root: Path) -> Path:
+    """dataset.json of the unpacked `tiny_archives`. Its video shape is the recipes': pass 9 frames of
+    64x64."""
+    out = tiny_root / "dataset"
+    unpack(tiny_archives, out, source_revision="tiny", expected_tasks=2, expected_samples=8, workers=1)
+    return out / "dataset.json"
+
+
+class TinyEvalkit(NamedTuple):
+    """A checkout of the small evaluator, and the digest that pins it."""
+
+    directory: Path
+    sha256: str
+
+
+@pytest.fixture(scope="session")
+def tiny_evalkit(tiny_root: Path) -> TinyEvalkit:
+    """A copy of the small evaluator checkout, away from the repository like a user's."""
+    directory = tiny_root / "evalkit"
+    shutil.copytree(evalkit_source(), directory, ignore=shutil.ignore_patterns("__pycache__"))
+    return TinyEvalkit(directory, source_sha256(directory))

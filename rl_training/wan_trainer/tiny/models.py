@@ -33,7 +33,7 @@ TEXT_DIM = 32
 # `model_max_length` of the tokenizer, 512 in the published checkpoints. Cross-attention to 512 padded
 # tokens would take nine tenths of a tiny model's time; whoever encodes text asks the tokenizer for its
 # length.
-TEXT_LENGTH = 64
+TEXT_LENGTH = 32
 LATENT_CHANNELS = 4
 # Not 0 and 1, as a tiny VAE could have them: a forgotten or doubled normalisation must change the picture.
 LATENTS_MEAN = (-0.2, -0.15, -0.25, 0.05)
@@ -42,11 +42,10 @@ _BOUNDARY_RATIO = 0.9
 # Whole-word pieces beside the single characters, so that a prompt is a handful of tokens as with the real
 # one.
 _WORDS = (
-    "a all an and are as at background ball black blue bottom by camera color dark disc does down edge every "
-    "fixed for frame from goal gray green ground in into is it its keep left line move moves moving not of on "
-    "orange over place plain purple red right scene shape shows size slide slides smoothly square stays steady "
-    "still stop straight teal that the then to top touches until up video view while white with yellow "
-    "ing ed er es ly tion"
+    "a an and at background ball black blue bottom color dark down edge every fixed for frame from goal gray "
+    "green ground in into is it its keep left lie move not of on orange over place plain purple red right "
+    "scene shape show size slide speed square stay steady still stop straight that the then to top until up "
+    "video view while white with yellow ing ed er es ly s tion"
 )
 
 

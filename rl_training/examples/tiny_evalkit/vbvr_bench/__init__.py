@@ -1,0 +1,1 @@
+"""A small benchmark of sliding squares with the shape of the public VBVR evaluator."""
