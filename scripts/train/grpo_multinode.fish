@@ -23,7 +23,7 @@ rm -f $wan_trainer_facts
 
 # The supervisor takes this process's place, so that a signal to the launcher reaches the ranks.
 exec $wan_trainer_python -m wan_trainer.preflight.supervise --output-dir $output_dir -- \
-    $wan_trainer_python -m torch.distributed.run \
+    $wan_trainer_python -m wan_trainer.preflight.agent \
     --nnodes $WORLD_SIZE --node-rank $RANK --nproc-per-node $wan_trainer_nproc \
     --master-addr $MASTER_ADDR --master-port $MASTER_PORT --rdzv-conf timeout=$timeout_s --max-restarts 0 \
     --module wan_trainer.cli.train --config $wan_trainer_config $wan_trainer_overrides

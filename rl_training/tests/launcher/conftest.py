@@ -29,7 +29,7 @@ if module == "wan_trainer.cli.main":
     facts = arguments[arguments.index("--facts") + 1]
     open(facts, "w").write(open(out + "/facts").read())
     sys.exit(int(os.environ.get("STUB_VALIDATE_STATUS", "0")))
-if module == "torch.distributed.run":
+if module == "wan_trainer.preflight.agent":
     json.dump(record, open(out + "/torchrun.json", "w"))
     if "STUB_RANK" in os.environ:
         # As torchrun does: ranks in sessions of their own, and status 1 for every way in which they can fail.

@@ -104,6 +104,9 @@ def child(body: str) -> list[str]:
         (1, {"exit_status": None}, 1),
         (1, None, 1),
         (7, None, 1),
+        (2, None, 2),
+        (75, None, 75),
+        (75, {"exit_status": 1}, 75),
     ],
 )
 def test_the_record_explains_torchruns_status(tmp_path, status, record, expected):

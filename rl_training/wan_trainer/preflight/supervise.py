@@ -2,8 +2,8 @@
 
 torchrun itself answers a signal by killing every rank after 30 seconds, which is less than one training step,
 and turns every way a rank can end into status 1. So torchrun gets a session of its own, a signal goes to the
-ranks directly (they stop at a safe point, save and exit 75), and what rank 0 wrote into run.json decides the
-status. A second signal goes to torchrun, for those who do not want to wait.
+ranks directly (they stop at a safe point, save and exit 75), and what rank 0 wrote into run.json explains a
+failure. A second signal goes to torchrun, for those who do not want to wait.
 
     python -m wan_trainer.preflight.supervise --output-dir DIR -- COMMAND [ARGUMENT ...]
 """
@@ -93,9 +93,9 @@ def fingerprint(output_dir: Path) -> tuple[int, int, int] | None:
 
 
 def translate(torchrun_status: int, recorded: int | None) -> int:
-    """The launcher's status. A record can explain a failure of torchrun, never turn it into a success."""
-    if torchrun_status == EXIT_DONE:
-        return EXIT_DONE
+    """The launcher's status. A record can explain a failure of the child, never turn it into a success."""
+    if torchrun_status in (EXIT_DONE, EXIT_BAD_INPUT, EXIT_STOPPED):
+        return torchrun_status
     return recorded if recorded in (EXIT_BAD_INPUT, EXIT_STOPPED) else EXIT_FAILURE
 
 
