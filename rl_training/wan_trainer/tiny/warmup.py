@@ -37,8 +37,8 @@ class WarmupSpec:
     travel = TRAVEL * (shortest + (longest - shortest) * u**skew), u uniform: skew > 1 favours the short.
     """
 
-    steps: int = 1200
-    batch_size: int = 48
+    steps: int = 1000
+    batch_size: int = 40
     learning_rate: float = 2e-3
     clips: int = 1024
     shortest: float = -0.6
