@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from rl_training.tests.models.families import Loaded, model_spec
-from rl_training.tests.tiny_fixtures import *  # noqa: F403
 from wan_trainer.config.specs import Family
 from wan_trainer.models.wan.load import load_wan
 from wan_trainer.models.wan.policy import build_policy

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from rl_training.tests.models.families import (
@@ -20,9 +22,9 @@ from rl_training.tests.models.families import (
 )
 from rl_training.tests.ranks import run_ranks
 from wan_trainer.config.specs import Family, LoraSpec
-from wan_trainer.distributed.mesh import Mesh, init_mesh
+from wan_trainer.distributed.mesh import AXES, Mesh, init_mesh
 from wan_trainer.models.wan.load import load_wan
-from wan_trainer.models.wan.parallelize import parallelize
+from wan_trainer.models.wan.parallelize import dp_mesh, parallelize
 from wan_trainer.models.wan.policy import WanPolicy, build_policy
 
 LORA = LoraSpec(rank=4, alpha=8.0, target_modules=("to_q", "to_v"), module_prefix=None)
@@ -110,14 +112,22 @@ CASES = [
 
 def compare_all(directories: dict[Family, Path], cases: list[Any]) -> list[dict[str, float]]:
     mesh = init_mesh("cpu", 60.0)
-    return [compare(mesh, directories[family], family, *rest) for family, *rest in cases]
+    results = [compare(mesh, directories[family], family, *rest) for family, *rest in cases]
+    if mesh.world > 1:  # the same with every rank a replica of the other
+        axes = init_device_mesh("cpu", (mesh.world, 1, 1), mesh_dim_names=AXES)
+        replicated = replace(mesh, device_mesh=axes)
+        assert dp_mesh(replicated).ndim == 2 and dp_mesh(mesh).ndim == 1
+        family, *rest = cases[0]
+        results.append(compare(replicated, directories[family], family, *rest))
+    return results
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_fsdp_equals_the_plain_policy(world: int, directories: dict[Family, Path]) -> None:
     cases = CASES if world == 1 else CASES[:2] + CASES[4:5]
     for results in run_ranks(world, compare_all, directories, cases):
-        for case, result in zip(cases, results, strict=True):
+        assert len(results) == len(cases) + (world > 1)
+        for case, result in zip([*cases, cases[0]], results, strict=False):
             assert result["weights"] == 0.0, case
             assert result["velocity"] < 1e-6, (case, result)
             assert result["gradients"] < 1e-5, (case, result)

@@ -63,7 +63,7 @@ def shard(
     (`_keep_in_fp32_modules`): in bfloat16 its input would lose the sinusoid's fine differences between
     neighbouring sigmas.
     """
-    # Wan returns views. FSDP warns, per rank and module, that writing into one in place would fail: nobody does.
+    # Wan returns views, and FSDP warns on each rank that writing into them would fail: nobody does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mixed = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
