@@ -20,6 +20,7 @@ from wan_trainer.media import kept_frames, prepare_for_evaluation, probe_video, 
         (5, 16, 0.01, 1),
         (30, 29.97, 1.0, 29),
         (30, 30, 0.1, 3),
+        (100, 100, 0.29, 29),  # 28.999999999999996 in floating point
     ],
 )
 def test_what_fits_the_duration(frames: int, fps: float, seconds: float, kept: int) -> None:

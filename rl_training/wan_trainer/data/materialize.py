@@ -145,16 +145,15 @@ def _incomplete(path: Path, sizes: Mapping[str, Mapping[str, int]]) -> list[str]
 def _place(job: Job, target: Path, member: Member) -> bool:
     """Write a member beside the tree and rename it into place; False when the same bytes were there already.
 
-    The length is checked before the rename, so that a truncated stream leaves no file. A file that an earlier
-    run left with other bytes (archives made anew) is replaced.
+    A truncated stream raises while it is read, before the rename, and so leaves no file. A file that an
+    earlier run left with other bytes (archives made anew) is replaced.
     """
     part = job.parts / str(threading.get_ident())
     with part.open("wb") as file:
         for block in _blocks(member.content):
             file.write(block)
         count = file.tell()
-    if count != member.size:
-        raise EOFError(f"{member.sample_id}/{member.file} ends after {count} of {member.size} bytes")
+    assert count == member.size, (member.sample_id, member.file, count, member.size)
     if target.exists() and filecmp.cmp(part, target, shallow=False):
         return False
     try:
