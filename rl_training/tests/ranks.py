@@ -10,13 +10,17 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+# Imported once by the fork server, not by every rank: Diffusers and its friends take seconds.
 _PRELOAD = [
-    "torch",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
-    "diffusers",
+    "torch.distributed.tensor",
+    "diffusers.models.autoencoders.autoencoder_kl_wan",
+    "diffusers.models.transformers.transformer_wan",
+    "diffusers.pipelines.wan.pipeline_wan_i2v",
+    "transformers.models.umt5.modeling_umt5",
     "peft",
-    "transformers",
+    "wan_trainer.training.run",
 ]
 
 

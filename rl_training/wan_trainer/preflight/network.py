@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 from wan_trainer.preflight.problem import Problem
@@ -30,7 +31,7 @@ def _check_port(port: int) -> list[Problem]:
     try:
         listen(port).close()
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason = os.strerror(error.errno) if error.errno else str(error)
         line = f"MASTER_PORT {port} cannot be opened ({reason})"
         return [Problem(f"{line}: set MASTER_PORT={free_port()}, which is free, on all nodes")]
     return []
