@@ -7,14 +7,7 @@ import argparse
 import os
 import sys
 
-from wan_trainer.algorithms.base import RunFailure
 from wan_trainer.cli.main import main
-from wan_trainer.config import load_with_sources
-from wan_trainer.distributed.collectives import SharedUserError
-from wan_trainer.distributed.mesh import RendezvousError
-from wan_trainer.training.optimizer import NonFiniteError
-from wan_trainer.training.run import EXIT_BAD_INPUT, EXIT_FAILURE, plan_start, train
-from wan_trainer.types import UserError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +23,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
-    """Train; the exit status is 0 done, 1 failure, 75 stopped by a signal after saving."""
+    """Train; the exit status is 0 done, 1 failure, 2 bad input, 75 stopped by a signal after saving."""
+    # Here and not above: this module is the ranks' main module, which every spawned data worker imports again.
+    from wan_trainer.algorithms.base import RunFailure  # noqa: PLC0415
+    from wan_trainer.config import load_with_sources  # noqa: PLC0415
+    from wan_trainer.distributed.collectives import SharedUserError  # noqa: PLC0415
+    from wan_trainer.distributed.mesh import RendezvousError  # noqa: PLC0415
+    from wan_trainer.training.optimizer import NonFiniteError  # noqa: PLC0415
+    from wan_trainer.training.run import EXIT_BAD_INPUT, EXIT_FAILURE, plan_start, train  # noqa: PLC0415
+    from wan_trainer.types import UserError  # noqa: PLC0415
+
     # What every rank would say alike is said by one rank of each machine.
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
