@@ -30,27 +30,27 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     from wan_trainer.distributed.collectives import SharedUserError  # noqa: PLC0415
     from wan_trainer.distributed.mesh import RendezvousError  # noqa: PLC0415
     from wan_trainer.training.optimizer import NonFiniteError  # noqa: PLC0415
-    from wan_trainer.training.run import EXIT_BAD_INPUT, EXIT_FAILURE, plan_start, train  # noqa: PLC0415
+    from wan_trainer.training import run as runs  # noqa: PLC0415
     from wan_trainer.types import UserError  # noqa: PLC0415
 
     # What every rank would say alike is said by one rank of each machine.
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        start = plan_start(load_with_sources(args.config, rest))
+        start = runs.plan_start(load_with_sources(args.config, rest))
     except UserError:
         if speaks:
             raise
-        return EXIT_BAD_INPUT
+        return runs.EXIT_BAD_INPUT
     try:
-        return train(start, allow_changed=args.allow_changed)
+        return runs.train(start, allow_changed=args.allow_changed)
     except SharedUserError:
         if speaks:
             raise
-        return EXIT_BAD_INPUT
+        return runs.EXIT_BAD_INPUT
     except (RendezvousError, RunFailure, NonFiniteError) as error:
         if speaks:
             print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILURE
+        return runs.EXIT_FAILURE
 
 
 if __name__ == "__main__":
