@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,10 +17,6 @@ from wan_trainer.config import load_config, resolve
 from wan_trainer.config.specs import ModelSpec
 from wan_trainer.preflight.network import free_port
 from wan_trainer.rewards.evalkit import source_sha256
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from tiny_fixtures import *  # noqa: F403
 
 TASKS = ("O-1_slide_data-generator", "O-2_turn_data-generator")
 SAMPLE_FILES = (

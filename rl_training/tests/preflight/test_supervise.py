@@ -76,7 +76,7 @@ def test_a_signal_reaches_every_rank_and_ends_in_75(tmp_path, number):
     assert [(tmp_path / f"saved_{rank}").read_text() for rank in (0, 1)] == [str(number.value)] * 2
     # torchrun itself must not hear of it: it would kill the ranks while they save.
     assert not (tmp_path / "torchrun_signalled").exists()
-    assert "goes on from there" in stderr
+    assert "the ranks stop at the next safe point" in stderr
 
 
 def test_a_second_signal_ends_ranks_that_do_not_stop(tmp_path):

@@ -24,13 +24,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
     """Train; the exit status is 0 done, 1 failure, 2 bad input, 75 stopped by a signal after saving."""
-    # Here and not above: this module is the ranks' main module, which every spawned data worker imports again.
+    # Not above: this is the ranks' main module, which every spawned data worker imports again.
     from wan_trainer.algorithms.base import RunFailure  # noqa: PLC0415
     from wan_trainer.config import load_with_sources  # noqa: PLC0415
     from wan_trainer.distributed.collectives import SharedUserError  # noqa: PLC0415
     from wan_trainer.distributed.mesh import RendezvousError  # noqa: PLC0415
-    from wan_trainer.training.optimizer import NonFiniteError  # noqa: PLC0415
     from wan_trainer.training import run as runs  # noqa: PLC0415
+    from wan_trainer.training.optimizer import NonFiniteError  # noqa: PLC0415
     from wan_trainer.types import UserError  # noqa: PLC0415
 
     # What every rank would say alike is said by one rank of each machine.

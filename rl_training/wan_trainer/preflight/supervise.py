@@ -105,10 +105,7 @@ def supervise(command: list[str], output_dir: Path) -> int:
     status = TorchrunChild(command).wait()
     # A record that nobody touched is that of an earlier run in the same directory.
     recorded = recorded_status(output_dir) if fingerprint(output_dir) != before else None
-    result = translate(status, recorded)
-    if result == EXIT_STOPPED:
-        _say("stopped by a signal after saving; the same command goes on from there")
-    return result
+    return translate(status, recorded)
 
 
 def _signal(pid: int, number: int) -> None:
