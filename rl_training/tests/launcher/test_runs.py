@@ -1,0 +1,152 @@
+"""The launcher with the real trainer: two machines that are this one, a missing machine, a stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from wan_trainer.preflight.network import free_port
+
+LAUNCHER = Path(__file__).resolve().parents[3] / "scripts" / "train" / "grpo_multinode.fish"
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_ti2v: Path, tiny_dataset: Path, tiny_evalkit) -> Callable[..., Path]:
+    """Writes a config of two batches that two ranks share; keywords change it."""
+
+    def write(name: str = "run.yaml", **changes: Any) -> Path:
+        values: dict[str, Any] = {
+            "device": "cpu",
+            "model_path": str(tiny_ti2v),
+            "dataset_json": str(tiny_dataset),
+            "output_dir": str(tmp_path / "run"),
+            "num_frames": 9,
+            "height": 64,
+            "width": 64,
+            "fps": 16,
+            "num_workers": 0,
+            "batch_size": 1,
+            "grpo_shared_prompt_batch": True,
+            "grpo_group_size": 4,
+            "grpo_sample_batch_size": 2,
+            "grpo_num_sampling_steps": 3,
+            "grpo_sde_formula": "flowcps",
+            "grpo_reward_fn": "vbvr_rule",
+            "max_steps": 2,
+            "vbvr_reward_evalkit_dir": str(tiny_evalkit.directory),
+            "vbvr_reward_evalkit_source_sha256": tiny_evalkit.sha256,
+            "vbvr_reward_fps": 16,
+            "vbvr_reward_cpu_workers": 1,
+            "vbvr_reward_cpu_threads_per_worker": 1,
+            "vbvr_reward_prepared_width": 64,
+            "vbvr_reward_prepared_height": 64,
+            "vbvr_reward_tmp_dir": str(tmp_path / "scratch"),
+            "rendezvous_timeout_s": 120,
+        }
+        path = tmp_path / name
+        path.write_text(yaml.safe_dump({**values, **changes}), encoding="utf-8")
+        return path
+
+    return write
+
+
+def start(config: Path, nproc: int, *arguments: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
+    """One launcher, its output in one stream."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "WAN_TRAINER_PYTHON")
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+    return subprocess.Popen(
+        ["fish", str(LAUNCHER), "--nproc", str(nproc), "--config", str(config), *arguments],
+        cwd=cwd,
+        env={**kept, "MASTER_PORT": str(free_port()), **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def node(rank: int, port: int) -> dict[str, str]:
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_two_machines_train_together_as_one_machine_with_two_processes(config, tmp_path):
+    port = free_port()
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    os.symlink(config(), here / "linked.yaml")
+    second = start(config(), 1, cwd=there, **node(1, port))
+    first = start(Path("./linked.yaml"), 1, cwd=here, **node(0, port))
+    outputs = [process.communicate(timeout=240)[0] for process in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0], "\n".join(outputs)
+    together = metrics(tmp_path / "run")
+    assert len(together) == 2
+
+    alone = start(config(output_dir=str(tmp_path / "alone")), 2, cwd=here)
+    output = alone.communicate(timeout=240)[0]
+    assert alone.returncode == 0, output
+    for one, two in zip(metrics(tmp_path / "alone"), together, strict=True):
+        assert one["reward_mean"] == pytest.approx(two["reward_mean"], abs=1e-6)
+        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_machines_with_different_configs_are_refused_by_key(config, tmp_path):
+    port = free_port()
+    first = start(config(), 1, cwd=tmp_path, **node(0, port))
+    second = start(config("other.yaml", grpo_clip_range=0.5), 1, cwd=tmp_path, **node(1, port))
+    outputs = [process.communicate(timeout=120)[0] for process in (first, second)]
+    assert [first.returncode, second.returncode] == [2, 2], "\n".join(outputs)
+    for output in outputs:
+        assert "grpo_clip_range" in output and "node 1" in output
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("rank", "named"), [(0, "node 1 of 2 did not report"), (1, "node 0 at 127.0.0.1")])
+def test_a_missing_machine_ends_in_one_line_within_the_configured_time(config, tmp_path, rank, named):
+    started = time.monotonic()
+    launcher = start(config(rendezvous_timeout_s=2), 1, cwd=tmp_path, **node(rank, free_port()))
+    output = launcher.communicate(timeout=120)[0]
+    assert launcher.returncode == 2
+    assert time.monotonic() - started < 60
+    (line,) = [line for line in output.splitlines() if ": error: " in line]
+    assert named in line and "rendezvous_timeout_s 2" in line
+
+
+@pytest.mark.slow
+def test_a_stopped_run_exits_75_and_the_same_command_completes_it(config, tmp_path):
+    path, run = config(max_steps=40), tmp_path / "run"
+    launcher = start(path, 1, cwd=tmp_path)
+    deadline = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() or not metrics(run):
+        assert time.monotonic() < deadline and launcher.poll() is None
+        time.sleep(0.1)
+    launcher.send_signal(signal.SIGTERM)
+    output = launcher.communicate(timeout=120)[0]
+    assert launcher.returncode == 75, output
+    assert "Traceback" not in output
+    done = len(metrics(run))
+    assert 0 < done < 40
+
+    again = start(path, 1, "--max_steps", str(done + 1), cwd=tmp_path)
+    output = again.communicate(timeout=240)[0]
+    assert again.returncode == 0, output
+    assert [row["step"] for row in metrics(run)] == list(range(1, done + 2))
+
+    refused = start(path, 1, "--max_steps", str(done + 2), "--seed", "9", cwd=tmp_path)
+    output = refused.communicate(timeout=240)[0]
+    assert refused.returncode == 2, output
+    assert "seed" in output and "Traceback" not in output
