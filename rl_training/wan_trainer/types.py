@@ -31,8 +31,8 @@ class UserError(Exception):
 class SampleId(NamedTuple):
     """Identity of one rollout.
 
-    `step` is the position of its batch in the run, `prompt` the index of the prompt in the GLOBAL batch of that
-    step (never a rank-local index: those made ranks share noise), `member` its index in the group.
+    `step` is the position of its batch in the run, `prompt` the index of the prompt in the GLOBAL batch of
+    that step (never a rank-local index: those made ranks share noise), `member` its index in the group.
     """
 
     step: int
@@ -104,8 +104,8 @@ class StoredStep:
     """One replayable denoising step of N samples, exactly as the rollout took it.
 
     index: denoising index i (0 = noisiest). sigma, sigma_next: Python floats, stored and never re-derived.
-    old_log_prob: (N,) float32, of the behaviour policy, computed on x_next AFTER rounding to the storage dtype.
-    The latents live in `Trajectory.latents` under `index` and `index + 1`.
+    old_log_prob: (N,) float32, of the behaviour policy, computed on x_next AFTER rounding to the storage
+    dtype. The latents live in `Trajectory.latents` under `index` and `index + 1`.
     """
 
     index: int
@@ -118,8 +118,9 @@ class StoredStep:
 class Trajectory:
     """What replay needs of N rollouts.
 
-    ids: the N samples. latents: denoising index -> (N, C, F, H, W) in the storage dtype, each needed latent once.
-    steps: the replayed steps in denoising order. eta: (N,) float32. x0: (N, C, F, H, W) float32, or None once decoded.
+    ids: the N samples. latents: denoising index -> (N, C, F, H, W) in the storage dtype, each needed latent
+    once. steps: the replayed steps in denoising order. eta: (N,) float32. x0: (N, C, F, H, W) float32, or
+    None once decoded.
     """
 
     ids: tuple[SampleId, ...]
@@ -140,8 +141,9 @@ class RewardRequest(NamedTuple):
 class RewardResult:
     """The verdict on one rollout.
 
-    reward: the weighted reward, nan when missing. components: named raw scores. error: why it is missing, else None.
-    started, ended: `time.monotonic()` of the scoring work itself (comparable across processes of one machine).
+    reward: the weighted reward, nan when missing. components: named raw scores. error: why it is missing,
+    else None. started, ended: `time.monotonic()` of the scoring work itself (comparable across processes of
+    one machine).
     """
 
     id: SampleId
@@ -224,7 +226,8 @@ class StepRecord:
 
     step: number of optimizer updates done, this one included. batch: position of the batch in the run.
     ratio_max_dev: largest |ratio - 1| of the first pass. policy_age: updates between rollout and replay.
-    components: mean raw score per reward component. skipped: the gradient was not finite, nothing was changed.
+    components: mean raw score per reward component. skipped: the gradient was not finite, nothing was
+    changed.
     """
 
     step: int
