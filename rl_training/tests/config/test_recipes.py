@@ -201,15 +201,16 @@ GOLDEN = {
 }
 # Keys of ours that the recipes state on top of the reference.
 OURS = {
-    "5b_cps": {"model_family": "ti2v-5b", "expected_global_prompts": 32},
-    "5b_sde": {"model_family": "ti2v-5b", "expected_global_prompts": 32},
+    "5b_cps": {"model_family": "ti2v-5b", "expected_global_prompts": 32, "device": "cuda"},
+    "5b_sde": {"model_family": "ti2v-5b", "expected_global_prompts": 32, "device": "cuda"},
     "5b_vlm": {
         "model_family": "ti2v-5b",
         "expected_global_prompts": 32,
+        "device": "cuda",
         "vlm_reward_prompt_dir": "storage/rubrics/vbvr_pro",
         "vlm_reward_prompt_sha256": None,
     },
-    "a14b_rule": {"model_family": "i2v-a14b", "expected_global_prompts": 16},
+    "a14b_rule": {"model_family": "i2v-a14b", "expected_global_prompts": 16, "device": "cuda"},
 }
 REFERENCE_TOPOLOGIES = [
     ("5b_cps", 16, 32, 8, 1),
