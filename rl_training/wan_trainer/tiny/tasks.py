@@ -36,9 +36,8 @@ _COLOURS = {
     "red": (230, 60, 50),
     "green": (70, 205, 80),
     "yellow": (240, 205, 60),
-    "white": (235, 235, 235),
 }
-_GROUNDS = {"black": (16, 16, 16), "gray": (48, 48, 48)}
+_GROUNDS = {"black": (16, 16, 16)}
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,8 @@ def scene(task: SlideTask, rng: random.Random) -> Scene:
     Across its way the square lies on the 16-pixel grid of the tiny VAE, so that its colour comes back
     undiluted.
     """
-    along = SIZE / 2 + rng.uniform(-3.0, 3.0)
-    across = rng.choice([24.0, 40.0])
+    along = SIZE / 2 + rng.uniform(-2.0, 2.0)
+    across = 24.0
     dx, _ = task.direction
     centre = (along, across) if dx else (across, along)
     return Scene(rng.choice(list(_COLOURS)), rng.choice(list(_GROUNDS)), centre)

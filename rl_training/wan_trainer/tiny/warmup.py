@@ -39,11 +39,11 @@ class WarmupSpec:
 
     steps: int = 1000
     batch_size: int = 40
-    learning_rate: float = 2e-3
+    learning_rate: float = 4e-3
     clips: int = 1024
-    shortest: float = -0.6
-    longest: float = 0.7
-    skew: float = 1.6
+    shortest: float = -0.8
+    longest: float = 1.0
+    skew: float = 2.0
     seed: int = 0
 
 
