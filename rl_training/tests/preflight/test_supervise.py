@@ -84,9 +84,30 @@ def test_a_second_signal_ends_ranks_that_do_not_stop(tmp_path):
     supervisor = start_ranks(tmp_path)
     supervisor.send_signal(signal.SIGTERM)
     wait_for(tmp_path / "saved_0", tmp_path / "saved_1")
+    time.sleep(1.2)  # sooner it would be the same request arriving twice
     supervisor.send_signal(signal.SIGTERM)
     supervisor.communicate(timeout=20)
     assert (tmp_path / "torchrun_signalled").exists()
+
+
+def test_a_request_that_arrives_several_times_at_once_is_one_request(tmp_path):
+    """`timeout` signals its child and then the whole group; handlers interrupt each other."""
+    supervisor = start_ranks(tmp_path)
+    for number in [signal.SIGTERM, signal.SIGINT, signal.SIGTERM] * 5:
+        supervisor.send_signal(number)
+    _, stderr = supervisor.communicate(timeout=20)
+    assert supervisor.returncode == 75
+    assert "Traceback" not in stderr
+    assert not (tmp_path / "torchrun_signalled").exists()
+
+
+def test_a_signal_before_there_are_ranks_ends_torchrun(tmp_path):
+    started = tmp_path / "started"
+    supervisor = start(tmp_path, child(f"import time; open({str(started)!r}, 'w'); time.sleep(20)"))
+    wait_for(started)
+    supervisor.send_signal(signal.SIGTERM)
+    supervisor.communicate(timeout=10)
+    assert supervisor.returncode == 1
 
 
 def child(body: str) -> list[str]:

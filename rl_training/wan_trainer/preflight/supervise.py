@@ -3,7 +3,7 @@
 torchrun itself answers a signal by killing every rank after 30 seconds, which is less than one training step,
 and turns every way a rank can end into status 1. So torchrun gets a session of its own, a signal goes to the
 ranks directly (they stop at a safe point, save and exit 75), and what rank 0 wrote into run.json explains a
-failure. A second signal goes to torchrun, for those who do not want to wait.
+failure. A later second signal goes to torchrun, for those who do not want to wait.
 
     python -m wan_trainer.preflight.supervise --output-dir DIR -- COMMAND [ARGUMENT ...]
 """
@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -26,38 +27,47 @@ EXIT_STOPPED = 75
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM)
 
+_POLL_S = 0.1
+
+# One request to stop may arrive twice: `timeout`, a terminal and some schedulers signal a process and then
+# its whole group.
+_ONE_REQUEST_S = 1.0
+
 
 class TorchrunChild:
     """One torchrun process and the ranks below it."""
 
     def __init__(self, command: list[str]) -> None:
-        self._signals = 0
-        self._early: signal.Signals | None = None
         # Handlers first: a signal that arrives while torchrun starts is kept and passed on.
-        self._process: subprocess.Popen[bytes] | None = None
+        self._arrived: list[int] = []
+        self._first_at: float | None = None
         for number in _FORWARDED:
-            signal.signal(number, self._forward)
+            signal.signal(number, self._note)
         self._process = subprocess.Popen(command, start_new_session=True)
-        if self._early is not None:
-            self._process.send_signal(self._early)
 
     def wait(self) -> int:
         """torchrun's own exit status; a child that a signal ended counts as failed."""
-        assert self._process is not None
-        return self._process.wait()
+        while True:
+            # Signals are acted upon here and not in their handler, which another one may interrupt anywhere.
+            while self._arrived:
+                self._forward(self._arrived.pop(0))
+            try:
+                return self._process.wait(timeout=_POLL_S)
+            except subprocess.TimeoutExpired:
+                continue
 
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        self._signals += 1
-        if self._process is None:
-            self._early = signal.Signals(number)
-            return
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._arrived.append(number)
+
+    def _forward(self, number: int) -> None:
+        now, name = time.monotonic(), signal.Signals(number).name
         ranks = children(self._process.pid)
-        name = signal.Signals(number).name
-        if self._signals == 1 and ranks:
+        if self._first_at is None and ranks:
+            self._first_at = now
             _say(f"{name}: the ranks stop at the next safe point and save; a second signal ends them at once")
             for pid in ranks:
                 _signal(pid, number)
-        else:
+        elif self._first_at is None or now - self._first_at > _ONE_REQUEST_S:
             _say(f"{name}: ending the run now")
             _signal(self._process.pid, number)
 
@@ -116,7 +126,7 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _say(text: str) -> None:
-    # Also called from the signal handler, where a buffered stream may be in use already.
+    # One write, so that it stays one line between those of the ranks.
     os.write(sys.stderr.fileno(), f"launcher: {text}\n".encode())
 
 
