@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from rl_training.tests.ranks import run_ranks
+from wan_trainer.algorithms.base import RunFailure
 from wan_trainer.distributed.mesh import Mesh, init_mesh
 from wan_trainer.training.checkpoint import (
     TrainState,
@@ -166,3 +168,43 @@ def test_a_used_output_dir_without_auto_resume_is_refused(saved: Path, tmp_path:
     with pytest.raises(UserError, match="auto_resume is false"):
         find_resume_point(saved, CONTRACT, auto_resume=False)
     assert find_resume_point(tmp_path / "empty", CONTRACT, auto_resume=False) is None
+
+
+def _save_where_a_rank_cannot_write(out: str, failing: int) -> str:
+    mesh = init_mesh("cpu", 60)
+    network, optimizer = _network(mesh)
+    save_checkpoint(Path(out), _state(1, mesh.world), network, optimizer, mesh, keep=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if mesh.rank == failing:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
+    try:
+        save_checkpoint(Path(out), _state(2, mesh.world), network, optimizer, mesh, keep=1)
+    except RunFailure as failure:
+        return str(failure)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return ""
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_storage_that_fails_one_rank_ends_all_in_one_line_and_keeps_the_checkpoint_before(
+    tmp_path: Path, failing: int
+) -> None:
+    lines = run_ranks(2, _save_where_a_rank_cannot_write, str(tmp_path), failing)
+    for line in lines:
+        assert "checkpoint-2 cannot be written" in line and "File too large" in line, line
+        assert "Traceback" not in line and "\n" not in line, line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "latest"]
+    verify_checkpoint(tmp_path / "checkpoint-1")
+
+
+def test_the_part_after_the_shards_may_fail_too(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-2").write_text("a file where the directory goes")
+    line = run_ranks(2, _expect_failure, str(tmp_path))
+    assert line[0] == line[1] and "checkpoint-2 cannot be written" in line[0], line
+
+
+def _expect_failure(out: str) -> str:
+    with pytest.raises(RunFailure) as failure:
+        _save(out, [2])
+    return str(failure.value)

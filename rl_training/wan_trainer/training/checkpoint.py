@@ -16,13 +16,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -34,7 +35,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from wan_trainer.distributed.collectives import barrier, gather_objects
+from wan_trainer.algorithms.base import RunFailure
+from wan_trainer.distributed.collectives import SharedUserError, gather_objects, on_every_rank
 from wan_trainer.distributed.mesh import Mesh
 from wan_trainer.types import UserError
 
@@ -72,14 +74,42 @@ def save_checkpoint(
 ) -> Path:
     """Write `checkpoint-<step>`, point `latest` at it and delete all but the newest `keep` (0 keeps all).
 
-    Collective. Raises OSError, named by path, when the disk is full; the previous checkpoint stays as it is.
+    Collective. Raises RunFailure on every rank when it cannot be written, for example because the disk is
+    full: the previous checkpoint stays as it is, and what was written of this one is deleted.
     """
+    try:
+        return _write_checkpoint(output_dir, state, model, optimizer, mesh, keep)
+    except (SharedUserError, CheckpointException) as error:
+        if mesh.rank == 0:
+            clean_partials(output_dir)
+        reason = str(error)
+        if isinstance(error, CheckpointException):
+            # Its text holds a traceback of every rank.
+            rank, (failure, _) = min(error.failures.items())
+            reason = f"{type(failure).__name__} on rank {rank}: {failure}"
+        raise RunFailure(
+            f"checkpoint-{state.step} cannot be written to {output_dir} ({reason}): free some space or mend "
+            "the storage, then start the same command again; it continues from the checkpoint before"
+        ) from error
+
+
+def _write_checkpoint(
+    output_dir: Path,
+    state: TrainState,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: Mesh,
+    keep: int,
+) -> Path:
     final = output_dir / f"checkpoint-{state.step}"
     partial = output_dir / f".partial-checkpoint-{state.step}"
-    if mesh.rank == 0:
-        clean_partials(output_dir)
-        partial.mkdir(parents=True)
-    barrier(mesh)
+
+    def prepare() -> None:
+        if mesh.rank == 0:
+            clean_partials(output_dir)
+            partial.mkdir(parents=True)
+
+    _on_storage(mesh, prepare)
     values: dict[str, Any] = {
         "model": get_model_state_dict(model, options=_OPTIONS),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=_OPTIONS),
@@ -87,8 +117,12 @@ def save_checkpoint(
         "rng": {f"rank{mesh.rank}": torch.get_rng_state()},
     }
     save(values, checkpoint_id=partial / "state")
-    entries = gather_objects(mesh, _hash_files(partial, partial.glob(f"state/__{mesh.rank}_*")))
-    if mesh.rank == 0:
+    own = _on_storage(mesh, lambda: _hash_files(partial, partial.glob(f"state/__{mesh.rank}_*")))
+    entries = gather_objects(mesh, own)
+
+    def complete() -> None:
+        if mesh.rank != 0:
+            return
         (partial / "train_state.json").write_text(json.dumps(asdict(state), indent=1) + "\n")
         files = {name: entry for part in entries for name, entry in part.items()}
         rest = [
@@ -103,8 +137,21 @@ def save_checkpoint(
         _write_synced(output_dir / ".latest.tmp", final.name + "\n")
         (output_dir / ".latest.tmp").replace(output_dir / "latest")
         _apply_retention(output_dir, keep)
-    barrier(mesh)
+
+    _on_storage(mesh, complete)
     return final
+
+
+def _on_storage[T](mesh: Mesh, work: Callable[[], T]) -> T:
+    """What `work()` returns here; SharedUserError on every rank when the file system fails one of them."""
+
+    def attempt() -> T:
+        try:
+            return work()
+        except OSError as error:
+            raise UserError(f"{error} on rank {mesh.rank}") from error
+
+    return on_every_rank(mesh, attempt)
 
 
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:

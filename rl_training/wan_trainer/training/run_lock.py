@@ -11,11 +11,19 @@ from wan_trainer.types import UserError
 
 
 class RunLock:
-    """A lock on `<output_dir>/.lock`; the kernel drops it when its owner dies, so it is never stale."""
+    """A lock on `<output_dir>/.lock`; the kernel drops it when its owner dies, so it is never stale.
+
+    Raises UserError when another run holds it or the directory cannot be written.
+    """
 
     def __init__(self, output_dir: Path) -> None:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        self._file = (output_dir / ".lock").open("a+")
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            self._file = (output_dir / ".lock").open("a+")
+        except OSError as error:
+            raise UserError(
+                f"output_dir {output_dir} cannot be written ({error.strerror}): choose another output_dir"
+            ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
