@@ -115,7 +115,7 @@ class RuleRewardSection(Section):
     vbvr_reward_cpu_workers: int = key(1, "Scorer processes of each rank.", ge=1)
     vbvr_reward_cpu_threads_per_worker: int = key(1, "Native threads of each scorer process.", ge=1)
     vbvr_reward_use_process_pool: bool = key(
-        True, "Run vbvr_reward_cpu_workers scorers; false is one scorer process a rank, isolated all the same."
+        True, "Run vbvr_reward_cpu_workers scorers; false runs one isolated scorer process a rank."
     )
     vbvr_reward_prepared_width: int = key(1024, "Width of the video that is scored.", group="reward", ge=16)
     vbvr_reward_prepared_height: int = key(1024, "Height of the video that is scored.", group="reward", ge=16)

@@ -10,10 +10,10 @@ from wan_trainer.config.family import known_family
 from wan_trainer.config.resolution import resolve
 from wan_trainer.config.schema import GrpoConfig
 from wan_trainer.config.specs import Family, RuleRewardSpec, RunSpec
+from wan_trainer.models.wan.directory import check_directory
 from wan_trainer.preflight.cuda import cuda_devices
 from wan_trainer.preflight.inputs import check_clip_length, check_dataset, check_evaluator, check_queue
 from wan_trainer.preflight.machine import check_accelerator, check_disk
-from wan_trainer.preflight.model_files import check_model_directory
 from wan_trainer.preflight.network import check_rendezvous
 from wan_trainer.preflight.problem import Problem
 from wan_trainer.topology import FAMILIES, Topology, resolve_topology
@@ -50,7 +50,7 @@ def run_checks(
         spec = resolve_here(config, family or _ANY_FAMILY)
     except UserError as error:
         return problems + [Problem(line) for line in error.problems] + check_network(nodes, rank, env)
-    model_lines = check_model_directory(spec.model.path, family)
+    model_lines = check_directory(spec.model.path, family)
     problems += [Problem(line) for line in model_lines]
     problems += check_inputs(spec, topology, needs_image=family is not None and FAMILIES[family].needs_image)
     problems += check_accelerator(spec.device, nproc, env, stated=config.device)

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from wan_trainer.config.specs import Device, ModelSpec
+from wan_trainer.models.wan.directory import EXPERTS, trained_experts
+from wan_trainer.models.wan.weight_files import count_adapter_elements, count_elements
 from wan_trainer.preflight.cuda import cuda_devices
-from wan_trainer.preflight.model_files import adapter_elements, trained_elements
 from wan_trainer.preflight.problem import Problem
 
 _TRITON_TIMEOUT_S = 120.0
@@ -106,13 +107,12 @@ def check_disk(output_dir: Path, model: ModelSpec, ema: bool) -> list[Problem]:
 
 def checkpoint_elements(model: ModelSpec) -> int:
     """Number of trained parameters, from the headers of the weight files."""
-    experts = ("transformer", "transformer_2")
-    if model.train_experts != "both":
-        experts = ("transformer",) if model.train_experts == "high" else ("transformer_2",)
-    present = tuple(expert for expert in experts if (model.path / expert).is_dir())
-    if model.lora is not None:
-        return adapter_elements(model.path, present, model.lora.rank, model.lora.target_modules)
-    return trained_elements(model.path, present)
+    present = [name for name in EXPERTS if (model.path / name).is_dir()]
+    components = [model.path / name for name in trained_experts(model, present)]
+    if model.lora is None:
+        return sum(map(count_elements, components))
+    lora = model.lora
+    return sum(count_adapter_elements(path, lora.rank, lora.target_modules) for path in components)
 
 
 def check_scratch(name: str, folder: Path) -> list[Problem]:

@@ -1,20 +1,37 @@
 """What a Diffusers model directory holds, read without importing torch.
 
-The preflight inspects a directory with this module before any process pays for loading weights.
+Preflight and the loader ask the same questions here: a directory that passes before the launch also loads.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wan_trainer.config.specs import Family
+from wan_trainer.config.family import family_of, names_component, read_json_object
+from wan_trainer.config.specs import Experts, Family, ModelSpec
+from wan_trainer.models.wan.weight_files import damage, weight_files
 from wan_trainer.types import UserError
 
-COMPONENTS = ("tokenizer", "text_encoder", "vae", "scheduler")
+EXPERTS = ("transformer", "transformer_2")
+_REQUIRED = ("scheduler", "tokenizer", "text_encoder", "vae", "transformer")
+_TRAINED: dict[Experts, tuple[str, ...]] = {"both": EXPERTS, "high": EXPERTS[:1], "low": EXPERTS[1:]}
+# The files a component cannot do without; each inner tuple lists alternatives.
+_DIFFUSERS_MODEL = (
+    ("config.json",),
+    ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"),
+)
+_NEEDED: dict[str, tuple[tuple[str, ...], ...]] = {
+    "scheduler": (("scheduler_config.json",),),
+    "tokenizer": (("tokenizer_config.json",), ("tokenizer.json", "spiece.model")),
+    "text_encoder": (("config.json",), ("model.safetensors", "model.safetensors.index.json")),
+    "vae": _DIFFUSERS_MODEL,
+    "transformer": _DIFFUSERS_MODEL,
+    "transformer_2": _DIFFUSERS_MODEL,
+}
+_GET_WHOLE = "download or convert the directory again"
 
 
 @dataclass(frozen=True)
@@ -41,56 +58,23 @@ class WanDirectory:
 def read_directory(path: Path, expected: Family | None = None) -> WanDirectory:
     """Read the configuration files of the pipeline at `path`.
 
-    Raises UserError with one line per problem: a missing directory, component or weight file, JSON that
-    cannot be read, a pipeline that is no supported Wan family, or a family that is not `expected`.
+    Raises UserError with the lines of `check_directory`.
     """
-    if not path.is_dir():
-        raise UserError(f"model directory {path} does not exist: download the model or correct model_path")
-    index = _read_json(path / "model_index.json")
-    experts = tuple(name for name in ("transformer", "transformer_2") if _present(index, name))
-    missing = [name for name in (*COMPONENTS, *experts) if not (path / name).is_dir()]
-    if "transformer" not in experts:
-        missing.append("transformer")
-    if missing:
-        raise UserError(
-            *(
-                f"{path} lacks the component {name}/: the download is incomplete, fetch it again"
-                for name in missing
-            )
-        )
-
-    problems = [
-        problem for name in ("text_encoder", "vae", *experts) for problem in missing_weights(path / name)
-    ]
-    if not any((path / "tokenizer" / name).is_file() for name in ("tokenizer.json", "spiece.model")):
-        problems.append(
-            f"{path / 'tokenizer'} holds no tokenizer.json or spiece.model: fetch the tokenizer again"
-        )
+    problems = check_directory(path, expected)
     if problems:
         raise UserError(*problems)
-
-    transformer = _read_json(path / "transformer" / "config.json")
-    vae = _read_json(path / "vae" / "config.json")
-    scheduler = _read_json(path / "scheduler" / "scheduler_config.json")
-    family = family_of(path, index, transformer)
-    if expected is not None and family != expected:
-        raise UserError(
-            f"model directory {path} holds a {family} pipeline but model_family is {expected}: "
-            "correct model_family or model_path"
-        )
+    index = read_json_object(path / "model_index.json")
+    transformer = read_json_object(path / "transformer" / "config.json")
+    vae = read_json_object(path / "vae" / "config.json")
+    scheduler = read_json_object(path / "scheduler" / "scheduler_config.json")
+    experts = _experts(index)
     shift = scheduler.get("flow_shift", scheduler.get("shift"))
-    boundary_ratio = index.get("boundary_ratio")
-    if len(experts) == 2 and not isinstance(boundary_ratio, int | float):
-        raise UserError(
-            f"{path / 'model_index.json'} has two transformers but boundary_ratio is {boundary_ratio!r}: "
-            "set it to the ratio the model was trained with (0.9 for I2V-A14B, 0.875 for T2V-A14B)"
-        )
     frames, height, width = transformer.get("patch_size", (1, 2, 2))
     return WanDirectory(
         path=path,
-        family=family,
+        family=family_of(index, transformer),
         experts=experts,
-        boundary_ratio=float(boundary_ratio) if boundary_ratio is not None and len(experts) == 2 else None,
+        boundary_ratio=float(index["boundary_ratio"]) if len(experts) == 2 else None,
         expand_timesteps=bool(index.get("expand_timesteps", False)),
         flow_shift=None if shift is None else float(shift),
         latent_channels=int(vae.get("z_dim", 16)),
@@ -100,78 +84,106 @@ def read_directory(path: Path, expected: Family | None = None) -> WanDirectory:
     )
 
 
-def family_of(path: Path, index: Mapping[str, Any], transformer: Mapping[str, Any]) -> Family:
-    """The family that a model_index.json and its transformer's config.json describe.
+def check_directory(path: Path, expected: Family | None = None) -> list[str]:
+    """One line per thing that is missing, damaged or of another family than `expected`.
 
-    The pipeline class does not tell: the published TI2V-5B names WanPipeline. What tells is
-    `expand_timesteps`, whether the transformer takes more channels than it returns (mask and image latent),
-    and the number of experts.
+    Empty when the pipeline can be loaded. Reads configurations and the headers of weight files, no weights.
     """
-    pipeline = str(index.get("_class_name"))
-    if pipeline not in ("WanPipeline", "WanImageToVideoPipeline"):
-        raise UserError(
-            f"{path} holds a {pipeline}, which is no Wan text- or image-to-video pipeline: "
-            "point model_path to a Wan model in Diffusers format"
-        )
-    two_experts = _present(index, "transformer_2")
-    if index.get("expand_timesteps", False):
-        return "ti2v-5b"
-    if transformer.get("image_dim") is not None:
-        raise UserError(
-            f"{path} conditions on CLIP image embeddings (Wan2.1 I2V), which is not supported: "
-            "use a Wan2.2 model, or Wan2.1 T2V"
-        )
-    takes_image = transformer.get("in_channels", 16) != transformer.get("out_channels", 16)
-    if takes_image and not two_experts:
-        raise UserError(
-            f"{path} is an image-to-video model with one transformer, which is no supported Wan family"
-        )
-    if takes_image:
-        return "i2v-a14b"
-    return "t2v-a14b" if two_experts else "t2v-1.3b"
-
-
-def weight_files(component: Path) -> dict[str, Path] | None:
-    """The safetensors files of a component by name, None when it has neither a file nor a shard index."""
-    for stem in ("diffusion_pytorch_model", "model"):
-        index = component / f"{stem}.safetensors.index.json"
-        if index.is_file():
-            names = _read_json(index).get("weight_map", {})
-            return {str(name): component / str(name) for name in sorted(set(names.values()))}
-        single = component / f"{stem}.safetensors"
-        if single.is_file():
-            return {single.name: single}
-    return None
-
-
-def missing_weights(component: Path) -> list[str]:
-    """One line for each weight or configuration file that the component should have and has not."""
-    problems = (
-        [] if (component / "config.json").is_file() else [f"{component} lacks config.json: fetch it again"]
-    )
-    files = weight_files(component)
-    if not files:
-        return [*problems, f"{component} holds no safetensors weights: fetch the component again"]
-    return problems + [
-        f"{file} is named by its shard index but missing: fetch the component again"
-        for file in files.values()
-        if not file.is_file()
-    ]
-
-
-def _present(index: Mapping[str, Any], name: str) -> bool:
-    """Whether model_index.json names a real component: absent ones are null or [null, null]."""
-    entry = index.get(name)
-    return isinstance(entry, list) and len(entry) == 2 and entry[1] is not None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        return [
+            f"model_path: {path} is not a directory: put a Diffusers-format Wan pipeline there, "
+            "or set --model_path"
+        ]
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist: the model directory is incomplete, fetch it again") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): fetch it again") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds {type(value).__name__}, not a JSON object: fetch it again")
-    return value
+        index = read_json_object(path / "model_index.json")
+    except ValueError as error:
+        return [f"model_path: {error}, a Diffusers pipeline has one; {_GET_WHOLE}"]
+    problems: list[str] = []
+    for component in (*_REQUIRED, "transformer_2"):
+        if names_component(index, component):
+            problems += _check_component(path / component)
+        elif component in _REQUIRED:
+            problems.append(f"model_path: {path / 'model_index.json'} names no {component}; {_GET_WHOLE}")
+    return problems or _check_family(path, index, expected)
+
+
+def trained_experts(spec: ModelSpec, experts: Sequence[str]) -> tuple[str, ...]:
+    """Those of `experts` that `train_experts` names; a family with one expert trains that one."""
+    return tuple(name for name in experts if len(experts) == 1 or name in _TRAINED[spec.train_experts])
+
+
+def _experts(index: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(name for name in EXPERTS if names_component(index, name))
+
+
+def _check_component(directory: Path) -> list[str]:
+    if not directory.is_dir():
+        return [f"model_path: {directory} is missing, model_index.json names it; {_GET_WHOLE}"]
+    problems: list[str] = []
+    for alternatives in _NEEDED[directory.name]:
+        present = [directory / name for name in alternatives if (directory / name).is_file()]
+        if not present:
+            hint = ""
+            if "safetensors" in alternatives[0] and any(directory.glob("*.bin")):
+                hint = " (there are .bin files: save it as safetensors)"
+            problems.append(f"{directory} has no {' or '.join(alternatives)}{hint}")
+        problems += [f"{file} is empty" for file in present if not file.stat().st_size]
+    for name in ("config.json", "scheduler_config.json"):
+        file = directory / name
+        if file.is_file() and file.stat().st_size:
+            problems += _check_json(file)
+    problems += _check_weights(directory)
+    return [f"model_path: {line}; {_GET_WHOLE}" for line in problems]
+
+
+def _check_json(file: Path) -> list[str]:
+    try:
+        read_json_object(file)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _check_weights(directory: Path) -> list[str]:
+    try:
+        files = weight_files(directory)
+    except ValueError as error:
+        return [str(error)]
+    problems: list[str] = []
+    for file in files:
+        if not file.is_file():
+            problems.append(f"{file} is missing, its shard index names it")
+        elif file.stat().st_size and (line := damage(file)):
+            problems.append(line)
+    return problems
+
+
+def _check_family(path: Path, index: Mapping[str, Any], expected: Family | None) -> list[str]:
+    """The family, and what its conditioning needs of channels and boundary, whatever the widths."""
+    configs = {name: read_json_object(path / name / "config.json") for name in _experts(index)}
+    try:
+        family = family_of(index, configs["transformer"])
+    except ValueError as reason:
+        return [f"model_path: {path} {reason}; set another --model_path"]
+    if expected is not None and family != expected:
+        return [
+            f"model_path: {path} holds a {family} pipeline but model_family is {expected}; "
+            f"set --model_family {family} or another --model_path"
+        ]
+    problems: list[str] = []
+    for name, config in configs.items():
+        inputs, outputs = config.get("in_channels", 16), config.get("out_channels", 16)
+        # I2V-A14B concatenates a mask (4 channels) and the latent of the first frame to the noise.
+        needed = 2 * outputs + 4 if family == "i2v-a14b" else outputs
+        if inputs != needed:
+            problems.append(
+                f"model_path: {path / name / 'config.json'} has in_channels {inputs}, a {family} transformer "
+                f"has {needed}; set another --model_path"
+            )
+    ratio = index.get("boundary_ratio")
+    if len(configs) == 2 and not isinstance(ratio, int | float):
+        problems.append(
+            f"model_path: {path / 'model_index.json'} has two transformers but boundary_ratio is {ratio!r}; "
+            "set it to the ratio the model was trained with (0.9 for I2V-A14B, 0.875 for T2V-A14B)"
+        )
+    return problems

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, UMT5EncoderModel
 from transformers.utils.logging import disable_progress_bar
 
-from wan_trainer.config.specs import Dtype, Experts, ModelSpec
-from wan_trainer.models.wan.directory import WanDirectory, read_directory
+from wan_trainer.config.specs import Dtype, ModelSpec
+from wan_trainer.models.wan.directory import WanDirectory, read_directory, trained_experts
 from wan_trainer.models.wan.weights import Weights, check_names, fill
 from wan_trainer.types import UserError
 
@@ -29,11 +29,6 @@ DTYPES: dict[Dtype, torch.dtype] = {
 }
 _LOADING = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
 _LOADING_ERRORS = (OSError, ValueError, RuntimeError, TypeError, SafetensorError)
-_TRAINED: dict[Experts, tuple[str, ...]] = {
-    "both": ("transformer", "transformer_2"),
-    "high": ("transformer",),
-    "low": ("transformer_2",),
-}
 
 
 @dataclass
@@ -98,11 +93,6 @@ def load_wan(spec: ModelSpec, device: torch.device | str, *, materialize: bool =
         transformer=experts["transformer"],
         transformer_2=experts.get("transformer_2"),
     )
-
-
-def trained_experts(spec: ModelSpec, experts: tuple[str, ...]) -> tuple[str, ...]:
-    """The experts that `train_experts` names; a family with one expert trains that one."""
-    return tuple(name for name in experts if len(experts) == 1 or name in _TRAINED[spec.train_experts])
 
 
 def _load_expert(spec: ModelSpec, directory: WanDirectory, name: str) -> WanTransformer3DModel:

@@ -12,8 +12,8 @@ from torch import nn
 
 from wan_trainer.config.specs import ModelSpec
 from wan_trainer.models.wan.attention import configure_attention
-from wan_trainer.models.wan.directory import WanDirectory
-from wan_trainer.models.wan.load import DTYPES, WanComponents, trained_experts
+from wan_trainer.models.wan.directory import WanDirectory, trained_experts
+from wan_trainer.models.wan.load import DTYPES, WanComponents
 from wan_trainer.models.wan.lora import apply_lora
 from wan_trainer.types import Condition
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from wan_trainer.models.wan.directory import weight_files
+from wan_trainer.models.wan.weight_files import weight_files
 from wan_trainer.types import UserError
 
 # safetensors' spelling of the dtypes that published checkpoints use.
@@ -22,21 +22,20 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 class Weights:
     """The tensors of one component, mapped from its safetensors files and read on demand.
 
-    Opening reads the headers only, which already shows a truncated or foreign file.
+    Opening reads the headers only.
     """
 
     def __init__(self, component: Path) -> None:
-        """Raises UserError when the component has no weights or a file is corrupt."""
+        """Raises UserError when a file is corrupt; `check_directory` has found the component complete."""
         self.component = component
         self._handles: dict[str, Any] = {}
-        for file in (weight_files(component) or {}).values():
+        for file in weight_files(component):
             try:
                 handle = safe_open(file, framework="pt", device="cpu")
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{file} is not a whole safetensors file ({error}): fetch it again") from None
             self._handles.update(dict.fromkeys(handle.keys(), handle))
-        if not self._handles:
-            raise UserError(f"{component} holds no safetensors weights: fetch the component again")
+        assert self._handles, component
 
     @property
     def names(self) -> set[str]:
