@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from torch.distributed.tensor import DTensor
 
 from rl_training.tests.ranks import run_ranks
 from rl_training.tests.tiny_fixtures import TinyEvalkit
+from wan_trainer.algorithms.base import RunFailure
 from wan_trainer.config import load_with_sources
 from wan_trainer.data.dataset import load_dataset
 from wan_trainer.data.loader import batches
 from wan_trainer.distributed.mesh import init_mesh
 from wan_trainer.recording.clock import Clock
 from wan_trainer.recording.run_dir import NullRunLog
+from wan_trainer.rewards.evalkit import source_sha256
 from wan_trainer.training import assembly
 from wan_trainer.training.assembly import build_grpo, build_model, build_updater
 from wan_trainer.training.checkpoint import read_train_state
@@ -277,3 +280,83 @@ def _train_with_broken_model_on_rank_1(recipe: str, scratch: str) -> Any:
 
         assembly.load_wan = elsewhere
     return _train(recipe, 2, [])
+
+
+MISBEHAVING = '''
+import hashlib as _hashlib
+import json as _json
+import os as _os
+import pathlib as _pathlib
+import time as _time
+
+_score = evaluate_single_video
+_LEDGER = _pathlib.Path(__file__).with_name("ledger.json")
+_KINDS = ["sleep", "exit", "raise", "nan", "garbage"]
+
+
+def evaluate_single_video(video_path, task_name, gt_info, device):
+    """The first five clips ever seen each bring out another vice, also when they are tried again."""
+    digest = _hashlib.sha256(open(video_path, "rb").read()).hexdigest()
+    ledger = _json.loads(_LEDGER.read_text()) if _LEDGER.exists() else {}
+    if digest not in ledger:
+        ledger[digest] = _KINDS[len(ledger)] if len(ledger) < len(_KINDS) else "score"
+        _LEDGER.write_text(_json.dumps(ledger))
+    kind = ledger[digest]
+    if kind == "sleep":
+        _time.sleep(10_000)
+    if kind == "exit":
+        _os._exit(3)
+    if kind == "raise":
+        raise RuntimeError("a scorer that raises")
+    if kind == "nan":
+        return {"score": float("nan"), "dimensions": {}}
+    if kind == "garbage":
+        return "not a verdict"
+    return _score(video_path, task_name, gt_info, device)
+'''
+
+
+@pytest.fixture
+def misbehaving(tmp_path: Path, tiny_evalkit: TinyEvalkit) -> list[str]:
+    """Overrides that name an evaluator whose first five clips go wrong, each in another way."""
+    directory = tmp_path / "evalkit"
+    shutil.copytree(tiny_evalkit.directory, directory)
+    source = directory / "run_evaluation.py"
+    whole, main, entry = source.read_text().partition('\nif __name__ == "__main__":')
+    source.write_text(whole + MISBEHAVING + main + entry)
+    digest = source_sha256(directory)
+    return [
+        *("--vbvr_reward_evalkit_dir", str(directory), "--vbvr_reward_evalkit_source_sha256", digest),
+        *("--reward_timeout_s", "4"),
+    ]
+
+
+def test_a_scorer_that_fails_costs_its_samples_only(
+    recipe: Path, tmp_path: Path, misbehaving: list[str]
+) -> None:
+    assert run_ranks(1, _train, str(recipe), 1, [*misbehaving, "--reward_max_error_rate", "0.9"]) == [0]
+    run = tmp_path / "run"
+    first, second = _rows(run, "metrics.jsonl")
+    assert first["reward_valid_fraction"] == pytest.approx(3 / 8)
+    assert second["reward_valid_fraction"] == 1.0
+    assert np.isfinite(first["grad_norm"]) and first["grad_norm"] > 0, "the other samples still teach"
+    reasons = [row["reason"] for row in _rows(run, "reward_errors.jsonl")]
+    assert len(reasons) == 5
+    for word in ("within 4 s", "exited with status 3", "a scorer that raises", "nan is not", "not a dict"):
+        assert any(word in reason for reason in reasons), (word, reasons)
+
+
+def _train_until_failure(recipe: str, overrides: list[str]) -> str:
+    try:
+        _train(recipe, 1, overrides)
+    except RunFailure as error:
+        return str(error)
+    return "no failure"
+
+
+def test_too_many_missing_rewards_stop_the_run(recipe: Path, tmp_path: Path, misbehaving: list[str]) -> None:
+    (message,) = run_ranks(1, _train_until_failure, str(recipe), misbehaving)
+    assert "reward_max_error_rate" in message and "5 of 8" in message
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (record["status"], record["exit_status"]) == ("failed", 1)
+    assert "reward_max_error_rate" in record["reason"]
