@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 
+import pytest
 import torch
 
 from rl_training.tests.ranks import free_port, run_ranks
 from wan_trainer.distributed.collectives import agree, all_reduce, differences_from_first, gather_objects
 from wan_trainer.distributed.mesh import AXES, init_mesh
+from wan_trainer.types import UserError
 
 
 def _collectives() -> dict[str, object]:
@@ -98,3 +100,31 @@ def test_a_missing_first_machine_is_one_clear_line() -> None:
     message, _ = _missing_peer("1", 2.0)
     assert "could not reach the rendezvous at 127.0.0.1:" in message
     assert "MASTER_ADDR" in message
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"RANK": "x"}, "RANK is 'x', a number"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
+        ({"WORLD_SIZE": "0"}, "RANK is 0, outside"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK is '-1'"),
+        ({"RANK": "1"}, "RANK is 1, outside 0..0"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT not set"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+            "is 2 and MASTER_PORT not set",
+        ),
+    ],
+)
+def test_an_environment_that_describes_no_rank_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], words: str
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as refused:
+        init_mesh("cpu", 5)
+    (line,) = refused.value.problems
+    assert words in line and "unset WORLD_SIZE and RANK" in line

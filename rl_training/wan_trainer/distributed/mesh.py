@@ -11,11 +11,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from wan_trainer.types import UserError
+
 AXES = ("dp_replicate", "dp_shard", "tp")
 
 # How long one collective may wait for its peers. Longer than any reward deadline: a rank that waits for its
 # own scorers keeps the others waiting in the gather.
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
+
+_ALONE = "start ranks with scripts/train/grpo_multinode.fish, or unset WORLD_SIZE and RANK for a run of one process"
 
 
 class RendezvousError(RuntimeError):
@@ -43,11 +47,17 @@ class Mesh:
 def init_mesh(device: str, timeout_s: float, *, tp: int = 1, dp_replicate: int = 1) -> Mesh:
     """Join the run that torchrun describes in the environment, or a run of one process when there is none.
 
-    Raises RendezvousError, naming the ranks that are missing, when they do not all arrive within `timeout_s`.
+    Raises RendezvousError, naming the ranks that are missing, when they do not all arrive within `timeout_s`,
+    and UserError when the environment does not describe a rank.
     """
-    rank = int(os.environ.get("RANK", "0"))
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank = environment_number("RANK", 0)
+    world = environment_number("WORLD_SIZE", 1)
+    local_rank = environment_number("LOCAL_RANK", 0)
+    if rank >= world:
+        raise UserError(f"RANK is {rank}, outside 0..{world - 1} (WORLD_SIZE is {world}); {_ALONE}")
+    unset = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if world > 1 and unset:
+        raise UserError(f"WORLD_SIZE is {world} and {' and '.join(unset)} not set; {_ALONE}")
     assert world % (tp * dp_replicate) == 0, (world, tp, dp_replicate)
 
     target = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
@@ -73,6 +83,14 @@ def init_mesh(device: str, timeout_s: float, *, tp: int = 1, dp_replicate: int =
         tp_rank=rank % tp,
         tp_size=tp,
     )
+
+
+def environment_number(name: str, default: int) -> int:
+    """A number that torchrun sets for every rank; `default`, for a run of one process, when it is not set."""
+    text = os.environ.get(name, "").strip()
+    if text and not text.isdecimal():
+        raise UserError(f"{name} is '{text}', a number that the launcher sets for each rank; {_ALONE}")
+    return int(text) if text else default
 
 
 def _rendezvous(rank: int, world: int, timeout_s: float) -> Store:
