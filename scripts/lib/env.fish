@@ -20,6 +20,14 @@ function wan_trainer_locate --argument-names launcher --description 'Find the re
     cd $wan_trainer_root
 end
 
+function wan_trainer_help --argument-names launcher --description 'Print the comment at the top of a launcher when asked for help'
+    contains -- -h $argv[2..]; or contains -- --help $argv[2..]; or return 1
+    while read -l line
+        string match -q '#*' -- $line; or break
+        string match -q '#!*' -- $line; or string replace -r '^# ?' '' -- $line
+    end <(path resolve $launcher)
+end
+
 function wan_trainer_arguments --description 'Split --nproc and --config from what is forwarded'
     # Each argument stays one list element: spaces, quotes and empty strings reach the trainer as they were typed.
     set -g wan_trainer_nproc 8

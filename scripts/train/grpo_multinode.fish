@@ -10,6 +10,7 @@
 source (path dirname (path resolve (status filename)))/../lib/env.fish
 or exit 2
 
+wan_trainer_help (status filename) $argv; and exit 0
 wan_trainer_locate (status filename); or exit 2
 wan_trainer_arguments $argv; or exit 2
 wan_trainer_rendezvous; or exit 2

@@ -45,6 +45,15 @@ def test_unknown_arguments_reach_every_rank_as_typed(launch):
     assert validate[-len(expected) + 2 :] == expected[2:]
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], [*CONFIG, "--nproc", "2", "--help"]])
+def test_help_is_the_usage_and_starts_nothing(launch, arguments):
+    done = launch.run(*arguments)
+    assert done.returncode == 0
+    assert "--nproc 8 --config" in done.stdout and "75 stopped by a signal" in done.stdout
+    assert "supervisor" not in done.stdout and done.stderr == ""
+    assert not launch.called("validate") and not launch.called("torchrun")
+
+
 @pytest.mark.parametrize("spelling", [["--nproc", "2"], ["--nproc=2"]])
 def test_nproc_is_the_processes_of_this_machine(launch, spelling):
     assert launch.run(*spelling, *CONFIG).returncode == 0
