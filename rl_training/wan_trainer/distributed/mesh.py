@@ -19,7 +19,7 @@ AXES = ("dp_replicate", "dp_shard", "tp")
 # own scorers keeps the others waiting in the gather.
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
-_ALONE = "start ranks with scripts/train/grpo_multinode.fish, or unset WORLD_SIZE and RANK for a run of one process"
+_ALONE = "start ranks with scripts/train/grpo_multinode.fish, or unset WORLD_SIZE and RANK to run one process"
 
 
 class RendezvousError(RuntimeError):
