@@ -9,8 +9,8 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from tiny_fixtures import TinyEvalkit
 
+from rl_training.tests.tiny_fixtures import TinyEvalkit
 from wan_trainer.media.video import read_frames, write_video
 from wan_trainer.rewards.evalkit import source_sha256
 from wan_trainer.tiny.tasks import TASKS, TRAVEL, Scene, draw

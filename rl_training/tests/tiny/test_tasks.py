@@ -62,7 +62,7 @@ def test_unpacked_samples_show_the_task(tiny_dataset: Path) -> None:
 @pytest.mark.parametrize("travel", [TRAVEL, 0.0, -7.3])
 def test_drawn_square_moves_evenly_by_the_travel(travel: float) -> None:
     for task in TASKS:
-        clip = draw(task, Scene("white", "black", (32.0, 24.0)), travel).astype(float)
+        clip = draw(task, Scene("yellow", "black", (32.0, 24.0)), travel).astype(float)
         mass = clip.mean(-1) - clip.mean(-1).min()
         places = np.arange(SIZE) + 0.5
         x = (mass.sum(1) @ places) / mass.sum((1, 2))

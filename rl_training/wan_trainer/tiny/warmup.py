@@ -7,10 +7,9 @@ short and the backward, so that reinforcement learning has something to find out
 
 from __future__ import annotations
 
+import json
 import random
-import shutil
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +19,11 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 from diffusers.pipelines.wan.pipeline_wan_i2v import WanImageToVideoPipeline
+from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save_file
 
+from wan_trainer.media.atomic import replacing
 from wan_trainer.tiny.analytic_vae import block_mean
-from wan_trainer.tiny.models import replace_directory
 from wan_trainer.tiny.tasks import TASKS, TRAVEL, SlideTask, draw, prompt, scene
 
 Pipeline = WanPipeline | WanImageToVideoPipeline
@@ -64,7 +65,7 @@ def silent(_: str) -> None:
 def warm_up(model_dir: Path, spec: WarmupSpec, progress: Progress = silent) -> float:
     """Warm up the transformers of the tiny pipeline in `model_dir` and write them back; the mean late loss.
 
-    Each transformer is rewritten whole or not at all. One thread suffices: the tensors are too small to
+    Each weights file is replaced whole or not at all. One thread suffices: the tensors are too small to
     share.
     """
     pipeline = load_pipeline(model_dir)
@@ -78,8 +79,9 @@ def warm_up(model_dir: Path, spec: WarmupSpec, progress: Progress = silent) -> f
 
 def load_pipeline(model_dir: Path) -> Pipeline:
     """The Diffusers pipeline in `model_dir`, in float32 on the CPU."""
-    kind = WanPipeline if (model_dir / "model_index.json").read_text().find('"WanPipeline"') >= 0 else None
-    return (kind or WanImageToVideoPipeline).from_pretrained(model_dir)
+    index = json.loads((model_dir / "model_index.json").read_text())
+    kind = WanPipeline if index["_class_name"] == "WanPipeline" else WanImageToVideoPipeline
+    return kind.from_pretrained(model_dir)
 
 
 def _experts(pipeline: Pipeline) -> list[tuple[str, float, float]]:
@@ -155,7 +157,7 @@ def _train(
         x0, text = clips.latents[rows], clips.text[clips.prompt_of[rows]]
         sigma = low + (high - low) * torch.rand(spec.batch_size, generator=generator)
         noise = torch.randn(x0.shape, generator=generator)
-        loss = _flow_matching_loss(pipeline, transformer, x0, noise, sigma, text)
+        loss = flow_matching_loss(pipeline, transformer, x0, noise, sigma, text)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(transformer.parameters(), 1.0)
@@ -173,7 +175,7 @@ def _train(
     return float(np.mean(late))
 
 
-def _flow_matching_loss(
+def flow_matching_loss(
     pipeline: Pipeline,
     transformer: WanTransformer3DModel,
     x0: torch.Tensor,
@@ -195,12 +197,12 @@ def _flow_matching_loss(
         timestep = timestep[:, None].repeat(1, frames * tokens)
         timestep[:, :tokens] = 0.0
     elif pipeline.config["boundary_ratio"] is not None:
-        x_t = torch.cat([x_t, _image_channels(pipeline, x0)], dim=1)
+        x_t = torch.cat([x_t, image_channels(pipeline, x0)], dim=1)
     velocity = transformer(x_t, timestep, text, return_dict=False)[0]
     return (velocity - (noise - x0))[:, :, free].square().mean()
 
 
-def _image_channels(pipeline: Pipeline, x0: torch.Tensor) -> torch.Tensor:
+def image_channels(pipeline: Pipeline, x0: torch.Tensor) -> torch.Tensor:
     """I2V-A14B: four mask channels (1 at the given frame) and the latent of the clip with gray later
     frames."""
     mask = torch.zeros(x0.shape[0], 4, *x0.shape[2:])
@@ -213,9 +215,6 @@ def _image_channels(pipeline: Pipeline, x0: torch.Tensor) -> torch.Tensor:
 
 
 def _write_back(transformer: WanTransformer3DModel, directory: Path) -> None:
-    partial = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.partial")
-    try:
-        transformer.save_pretrained(partial)
-        replace_directory(partial, directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    """Replace the weights file only: the configuration is unchanged, and saving it would record this path."""
+    with replacing(directory / SAFETENSORS_WEIGHTS_NAME) as temporary:
+        save_file(transformer.state_dict(), temporary, metadata={"format": "pt"})

@@ -1,6 +1,0 @@
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from tiny_fixtures import *  # noqa: F403
