@@ -64,6 +64,10 @@ _SOURCES: TypeAdapter[list[Source]] = TypeAdapter(list[Annotated[Source, Field(d
 
 def read_descriptor(path: Path) -> list[Source]:
     """The sources of a dataset.json. Raises UserError with one line per problem."""
+    if not path.exists():
+        raise UserError(
+            f"dataset_json: {path}: No such file; name another, or make it with wan-trainer unpack"
+        )
     sources = validated(_SOURCES, read_json(path), path)
     if not sources:
         raise UserError(f"{path}: lists no source; run wan-trainer unpack or add one (docs/data.md)")
@@ -87,7 +91,9 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 (byte {error.start}); save the file as UTF-8") from error
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; check the path or run wan-trainer unpack") from error
+        raise UserError(
+            f"{path}: {error.strerror}; check the path or run wan-trainer unpack again"
+        ) from error
 
 
 def validated[T](adapter: TypeAdapter[T], value: object, where: Path, prefix: str = "") -> T:
