@@ -295,3 +295,39 @@ def test_a_dead_worker_ends_the_run_at_once(dataset_json: Path, spec: Spec) -> N
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         list(stream)
     assert time.monotonic() - started < 20
+
+
+FAILING_TRAINER = """
+import os, signal, sys
+from multiprocessing import active_children
+from pathlib import Path
+from wan_trainer.config.specs import DataSpec
+from wan_trainer.data.dataset import load_dataset
+from wan_trainer.data.loader import batches
+
+if __name__ == "__main__":
+    spec = DataSpec(Path(sys.argv[1]), None, 5, 32, 32, 16, True, 42, 2, 1, True)
+    stream = batches(
+        load_dataset(spec), spec, batch_size=1, num_batches=100, start=0, local_prompts=[0],
+        with_first_frames=True,
+    )
+    for batch in stream:
+        if batch.step == 1 and sys.argv[2] == "consumer":
+            raise OSError("no space left")
+        if batch.step == 1:
+            os.kill(active_children()[0].pid, signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("who", "words"), [("consumer", "no space left"), ("worker", "DataLoader worker")])
+def test_a_rank_that_fails_does_not_wait_for_workers_that_ignore_signals(
+    dataset_json: Path, tmp_path: Path, who: str, words: str
+) -> None:
+    """The interpreter ends its children with SIGTERM, which they ignore, and then joins them."""
+    script = tmp_path / "trainer.py"
+    script.write_text(FAILING_TRAINER)
+    done = subprocess.run(
+        [sys.executable, str(script), str(dataset_json), who], capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 1
+    assert words in done.stderr

@@ -7,10 +7,12 @@ by path.
 
 from __future__ import annotations
 
+import atexit
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -141,11 +143,26 @@ def _iterate(steps: _Steps, requests: Sequence[_Request], spec: DataSpec) -> Ite
     )
     with _stop_signals_blocked():
         iterator = iter(loader)
-    for loaded in iterator:
-        if isinstance(loaded, _Failure):
-            raise UserError(*loaded.problems)
-        frames = {prompt: torch.from_numpy(frame) for prompt, frame in loaded.first_frames.items()}
-        yield PromptBatch(loaded.step, loaded.epoch, loaded.samples, frames)
+    # Workers do not hear SIGTERM, with which an interpreter that ends by an error tells them to go: it would
+    # wait for them for ever. The loader's own way of ending them must come before.
+    end_workers = partial(_end_workers, iterator)
+    atexit.register(end_workers)
+    try:
+        for loaded in iterator:
+            if isinstance(loaded, _Failure):
+                raise UserError(*loaded.problems)
+            frames = {prompt: torch.from_numpy(frame) for prompt, frame in loaded.first_frames.items()}
+            yield PromptBatch(loaded.step, loaded.epoch, loaded.samples, frames)
+    finally:
+        atexit.unregister(end_workers)
+        end_workers()
+
+
+def _end_workers(iterator: Iterator[Any]) -> None:
+    """End the processes of a loader's iterator, if it has any; may be called twice."""
+    shutdown: Callable[[], None] | None = getattr(iterator, "_shutdown_workers", None)
+    if shutdown is not None:
+        shutdown()
 
 
 def _unchanged(loaded: Any) -> Any:
