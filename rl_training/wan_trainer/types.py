@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     import torch
 
 
+# Exit statuses of every command and of the launcher; 75 is EX_TEMPFAIL: the same command goes on from there.
+EXIT_DONE = 0
+EXIT_FAILURE = 1
+EXIT_BAD_INPUT = 2
+EXIT_STOPPED = 75
+EXIT_INTERRUPTED = 130
+
+
 class UserError(Exception):
     """Something the user can mend. Each problem is one line: the value, the rule it breaks, and the remedy.
 

@@ -11,9 +11,9 @@ import pytest
 
 from wan_trainer.recording.identity import (
     CodeIdentity,
+    DatasetIdentity,
     EvaluatorIdentity,
     code_identity,
-    dataset_identity,
     file_sha256,
     is_secret,
     launcher_environment,
@@ -60,7 +60,7 @@ def facts(tmp_path: Path) -> RunFacts:
         topology=Layout(2, Fraction(1, 2)),
         sampler=sampler,
         model=model_identity(model, "ti2v-5b"),
-        dataset=dataset_identity(manifest, [manifest], 12),
+        dataset=DatasetIdentity(manifest, file_sha256(manifest), {"split.json": file_sha256(manifest)}, 12),
         evaluator=EvaluatorIdentity(tmp_path, "cd"),
         code=CodeIdentity("f00", True, "diff --git a b"),
     )
@@ -107,7 +107,7 @@ def test_record_says_everything_and_no_secret(tmp_path: Path, facts: RunFacts) -
     assert record["model"]["weights"] == {"vae/weights.safetensors": 5}
     digest = file_sha256(tmp_path / "model" / "model_index.json")
     assert record["model"]["configs"] == {"model_index.json": digest}
-    assert record["dataset"]["manifests"] == {str(tmp_path / "split.json"): record["dataset"]["sha256"]}
+    assert record["dataset"]["manifests"] == {"split.json": record["dataset"]["sha256"]}
     assert record["evaluator"]["source_sha256"] == "cd"
     assert record["code"]["commit"] == "f00"
     assert record["packages"]["numpy"]

@@ -16,11 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn, Protocol, cast
 
 from wan_trainer import __version__
-from wan_trainer.types import UserError
-
-EXIT_FAILURE = 1
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
+from wan_trainer.types import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, UserError
 
 
 class Command(NamedTuple):

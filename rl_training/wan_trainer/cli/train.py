@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     from wan_trainer.distributed.mesh import RendezvousError  # noqa: PLC0415
     from wan_trainer.training import run as runs  # noqa: PLC0415
     from wan_trainer.training.optimizer import NonFiniteError  # noqa: PLC0415
-    from wan_trainer.types import UserError  # noqa: PLC0415
+    from wan_trainer.types import EXIT_BAD_INPUT, EXIT_FAILURE, UserError  # noqa: PLC0415
 
     # What every rank would say alike is said by one rank of each machine.
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -40,17 +40,17 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     except UserError:
         if speaks:
             raise
-        return runs.EXIT_BAD_INPUT
+        return EXIT_BAD_INPUT
     try:
         return runs.train(start, allow_changed=args.allow_changed)
     except SharedUserError:
         if speaks:
             raise
-        return runs.EXIT_BAD_INPUT
+        return EXIT_BAD_INPUT
     except (RendezvousError, RunFailure, NonFiniteError) as error:
         if speaks:
             print(f"error: {error}", file=sys.stderr)
-        return runs.EXIT_FAILURE
+        return EXIT_FAILURE
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import math
 import os
 import socket
@@ -14,17 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import wan_trainer
+from wan_trainer.config.contract import common_values
 from wan_trainer.config.load import LoadedConfig, load_with_sources
 from wan_trainer.config.specs import RunSpec
 from wan_trainer.preflight.checks import DEFAULT_ADDRESS, DEFAULT_PORT, resolve_here, run_checks
 from wan_trainer.preflight.paths import check_named_paths
 from wan_trainer.preflight.problem import Problem
 from wan_trainer.preflight.rollcall import NodeReport, call_roll
-from wan_trainer.types import UserError
-
-EXIT_BAD_INPUT = 2
-# Scratch space is each node's own affair.
-_NODE_LOCAL = frozenset({"vbvr_reward_tmp_dir"})
+from wan_trainer.recording.identity import code_digest
+from wan_trainer.types import EXIT_BAD_INPUT, UserError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -82,26 +79,14 @@ def write_facts(path: Path, spec: RunSpec) -> None:
     path.write_text("".join(f"{key}={value}\n" for key, value in facts.items()), encoding="utf-8")
 
 
-def code_digest() -> str:
-    """Twelve digits that tell two versions of the package apart."""
-    root = Path(wan_trainer.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
-
-
 def _call_roll(args: argparse.Namespace, loaded: LoadedConfig, spec: RunSpec) -> list[str]:
-    values = {
-        key: value for key, value in loaded.config.model_dump(mode="json").items() if key not in _NODE_LOCAL
-    }
     report = NodeReport(
         args.node_rank,
         socket.gethostname(),
         args.nodes,
         args.nproc,
-        code_digest(),
-        {**values, "device": spec.device},
+        code_digest(Path(wan_trainer.__file__).parent),
+        {**common_values(loaded.config), "device": spec.device},
     )
     address = os.environ.get("MASTER_ADDR") or DEFAULT_ADDRESS
     port = int(os.environ.get("MASTER_PORT") or DEFAULT_PORT)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from wan_trainer.config.contract import (
+        common_values,
         contract_changes,
         contract_digests,
         contract_values,
@@ -27,6 +28,7 @@ __all__ = [
     "GrpoConfig",
     "LoadedConfig",
     "caller_directory",
+    "common_values",
     "contract_changes",
     "contract_digests",
     "contract_values",
@@ -47,7 +49,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "contract": ("contract_changes", "contract_digests", "contract_values", "public_values"),
+    "contract": ("common_values", "contract_changes", "contract_digests", "contract_values", "public_values"),
     "device": ("resolve_device", "unbuilt"),
     "family": ("known_family", "read_family"),
     "load": ("LoadedConfig", "load_config", "load_with_sources", "settle_device"),

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from wan_trainer.config.schema import GrpoConfig
 
 MASK = "********"
+# Scratch space is each machine's own affair.
+_MACHINE_LOCAL = frozenset({"vbvr_reward_tmp_dir"})
 
 
 def public_values(config: GrpoConfig) -> dict[str, Any]:
@@ -23,6 +25,11 @@ def public_values(config: GrpoConfig) -> dict[str, Any]:
         if info.secret and values[name] not in ("", "EMPTY", None):
             values[name] = MASK
     return values
+
+
+def common_values(config: GrpoConfig) -> dict[str, Any]:
+    """The public values that all machines of a run must share."""
+    return {name: value for name, value in public_values(config).items() if name not in _MACHINE_LOCAL}
 
 
 def contract_values(config: GrpoConfig, prompts: int | None = None) -> dict[str, dict[str, Any]]:

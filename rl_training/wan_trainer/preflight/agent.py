@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
-from wan_trainer.preflight.supervise import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED
+from wan_trainer.types import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED
 
 _TELLING = (EXIT_BAD_INPUT, EXIT_STOPPED)
 

@@ -20,10 +20,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-EXIT_DONE = 0
-EXIT_FAILURE = 1
-EXIT_BAD_INPUT = 2
-EXIT_STOPPED = 75
+from wan_trainer.types import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM)
 

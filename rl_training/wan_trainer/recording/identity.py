@@ -63,11 +63,10 @@ class DatasetIdentity:
 
 @dataclass(frozen=True)
 class EvaluatorIdentity:
-    """The external evaluator a run was pinned to, and a digest of the scorer's environment if it has one."""
+    """The external evaluator a run was pinned to."""
 
     directory: Path
     source_sha256: str
-    scorer_runtime_sha256: str | None = None
 
 
 def file_sha256(path: Path) -> str:
@@ -89,12 +88,6 @@ def model_identity(path: Path, family: str) -> ModelIdentity:
         elif file.suffix in _CONFIG_SUFFIXES:
             configs[name] = file_sha256(file)
     return ModelIdentity(path, family, configs, weights)
-
-
-def dataset_identity(path: Path, manifests: Sequence[Path], samples: int) -> DatasetIdentity:
-    """Digest a dataset descriptor (or prompt list) and its manifests."""
-    digests = {str(manifest): file_sha256(manifest) for manifest in manifests}
-    return DatasetIdentity(path, file_sha256(path), digests, samples)
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
@@ -128,6 +121,14 @@ def code_identity(directory: Path) -> CodeIdentity:
     untracked = tuple(others.splitlines()[:200])
     cut = diff.encode("utf-8")[:_DIFF_LIMIT_BYTES].decode("utf-8", errors="ignore")
     return CodeIdentity(commit.strip(), bool(diff or untracked), cut, len(cut) < len(diff), untracked)
+
+
+def code_digest(package: Path) -> str:
+    """Twelve digits that tell two versions of a package's Python sources apart, in a git checkout or not."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
 
 
 def package_versions() -> dict[str, str]:

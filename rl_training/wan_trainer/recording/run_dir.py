@@ -85,10 +85,6 @@ class RunLog(Protocol):
         """Spans of any rank."""
         ...
 
-    def truncate_after(self, batches: int) -> None:
-        """Keep what the first `batches` batches wrote and drop the rest; 0 clears the run."""
-        ...
-
     def close(self, exit_status: int) -> None:
         """Close every file and tell the observers; a second call does nothing."""
         ...
@@ -100,7 +96,7 @@ class RunWriter:
     Raises UserError when the output directory cannot be made.
     """
 
-    def __init__(self, output_dir: Path, observers: Sequence[StepObserver] = ()) -> None:
+    def __init__(self, output_dir: Path) -> None:
         self.files = RunFiles(output_dir)
         try:
             self.files.videos.mkdir(parents=True, exist_ok=True)
@@ -108,7 +104,7 @@ class RunWriter:
             raise UserError(
                 f"output_dir {output_dir} cannot be written ({error.strerror}): choose another"
             ) from error
-        self._observers = list(observers)
+        self._observers: list[StepObserver] = []
         self._metrics = JsonlFile(self.files.metrics)
         self._rewards = JsonlFile(self.files.rewards)
         self._reward_errors = JsonlFile(self.files.reward_errors)
@@ -140,7 +136,7 @@ class RunWriter:
             self._timeline.append({"rank": span.rank, "phase": span.phase, "step": span.step, **times})
 
     def truncate_after(self, batches: int) -> None:
-        """Keep what the first `batches` batches wrote, in every file and among the videos."""
+        """Keep what the first `batches` batches wrote, videos included; 0 clears the run."""
 
         def before(key: str, row: JsonObject) -> bool:
             position = row.get(key)
@@ -179,9 +175,6 @@ class NullRunLog:
         """Nothing."""
 
     def spans(self, spans: Iterable[Span]) -> None:
-        """Nothing."""
-
-    def truncate_after(self, batches: int) -> None:
         """Nothing."""
 
     def close(self, exit_status: int) -> None:

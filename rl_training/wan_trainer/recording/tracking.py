@@ -45,6 +45,20 @@ def _netrc_has_key(environment: Mapping[str, str]) -> bool:
         return False
 
 
+def stored_run_id(output_dir: Path) -> str | None:
+    """The wandb id of the run in `output_dir`, None when it is not tracked."""
+    stored = _read_state(output_dir / _STATE_FILE).get("id")
+    return stored if isinstance(stored, str) else None
+
+
+def _read_state(path: Path) -> JsonObject:
+    try:
+        state = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
 def tracked_values(record: StepRecord) -> dict[str, float]:
     """A step record as flat numbers: components and experts become `reward/<name>` and `replayed/<name>`."""
     values: dict[str, float] = {}
@@ -77,7 +91,9 @@ class WandbTracker:
         self._state_path = output_dir / _STATE_FILE
         self._project = project
         self._console = console
-        state = self._read_state()
+        state = _read_state(self._state_path)
+        if state.get("project") != project:  # in another project it is another wandb run
+            state = {}
         stored_id, last = state.get("id"), state.get("last_step")
         self.run_id = stored_id if isinstance(stored_id, str) else os.urandom(8).hex()
         self._last_step = last if isinstance(last, int) else 0
@@ -140,14 +156,6 @@ class WandbTracker:
         text = " ".join(str(error).split())[:300]
         rest = "tracking offline instead" if online else "training goes on without it"
         self._console.print(f"warning: wandb failed ({type(error).__name__}: {text}); {rest}")
-
-    def _read_state(self) -> JsonObject:
-        try:
-            state = json.loads(self._state_path.read_bytes())
-        except (OSError, ValueError):
-            return {}
-        # In another project it is another wandb run.
-        return state if isinstance(state, dict) and state.get("project") == self._project else {}
 
     def _write_state(self) -> None:
         state = {"id": self.run_id, "project": self._project, "last_step": self._last_step}

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Collection
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
-import wan_trainer
 from wan_trainer.config import (
     LoadedConfig,
-    contract_digests,
+    common_values,
     contract_values,
     public_values,
     resolve,
     settle_device,
     unbuilt,
 )
-from wan_trainer.config.specs import RuleRewardSpec, RunSpec
-from wan_trainer.data.dataset import Dataset, load_dataset
+from wan_trainer.config.specs import RunSpec
+from wan_trainer.data.dataset import load_dataset
 from wan_trainer.data.loader import batches
 from wan_trainer.distributed.collectives import (
     SharedUserError,
@@ -37,20 +33,14 @@ from wan_trainer.distributed.collectives import (
 from wan_trainer.distributed.mesh import Mesh, init_mesh
 from wan_trainer.recording.clock import Clock
 from wan_trainer.recording.console import console_for
-from wan_trainer.recording.identity import DatasetIdentity, EvaluatorIdentity, code_identity, model_identity
+from wan_trainer.recording.identity import code_digest
 from wan_trainer.recording.opening import open_run_log
 from wan_trainer.recording.run_dir import RunFiles
-from wan_trainer.recording.run_record import FinalCheckpoint, RunFacts, RunRecord, SamplerRecord
+from wan_trainer.recording.run_record import FinalCheckpoint, RunRecord
+from wan_trainer.recording.tracking import stored_run_id
 from wan_trainer.rewards.build import build_reward
 from wan_trainer.topology import FAMILIES, Topology, assign, resolve_topology, total_batches
-from wan_trainer.training.assembly import (
-    Model,
-    build_grpo,
-    build_model,
-    build_updater,
-    flow_shift,
-    sigma_grid,
-)
+from wan_trainer.training.assembly import build_grpo, build_model, build_updater
 from wan_trainer.training.checkpoint import (
     TrainState,
     latest_checkpoint,
@@ -60,25 +50,19 @@ from wan_trainer.training.checkpoint import (
 )
 from wan_trainer.training.loop import Boundaries, run_loop
 from wan_trainer.training.observer import RunObserver
-from wan_trainer.training.resume import ResumePoint, find_resume_point
+from wan_trainer.training.resume import find_resume_point
 from wan_trainer.training.run_lock import RunLock
 from wan_trainer.training.scheduler import ReplayScheduler
-from wan_trainer.training.stop import EXIT_STOPPED, AgreedStop
-from wan_trainer.types import StepRecord, UserError
-
-EXIT_DONE = 0
-EXIT_FAILURE = 1
-EXIT_BAD_INPUT = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """What is known of a start before anything heavy is loaded; the same on every rank."""
-
-    loaded: LoadedConfig
-    spec: RunSpec
-    topology: Topology
-    contract: dict[str, dict[str, Any]]
+from wan_trainer.training.start import PACKAGE, Start, announce, run_facts
+from wan_trainer.training.stop import AgreedStop
+from wan_trainer.types import (
+    EXIT_BAD_INPUT,
+    EXIT_DONE,
+    EXIT_FAILURE,
+    EXIT_STOPPED,
+    StepRecord,
+    UserError,
+)
 
 
 def train(start: Start, *, allow_changed: Collection[str] = ()) -> int:
@@ -94,12 +78,11 @@ def train(start: Start, *, allow_changed: Collection[str] = ()) -> int:
     mesh = init_mesh(spec.device, spec.rendezvous_timeout_s, dp_replicate=start.topology.dp_replicate)
     try:
         _compare_nodes(mesh, start)
-        lock = from_first_rank(mesh, lambda: _Unsent(RunLock(spec.output.output_dir)))
-        record = RunRecord(RunFiles(spec.output.output_dir).record)
-        try:
+        with ExitStack() as held:
+            # The lock stays on rank 0; the others only learn whether it was free.
+            from_first_rank(mesh, lambda: _lock(spec.output.output_dir, held))
+            record = RunRecord(RunFiles(spec.output.output_dir).record)
             return _recorded(mesh, start, record, allow_changed)
-        finally:
-            lock.release()
     finally:
         dist.destroy_process_group()
 
@@ -128,26 +111,19 @@ def plan_start(loaded: LoadedConfig) -> Start:
 
 
 def _compare_nodes(mesh: Mesh, start: Start) -> None:
-    """Refuse ranks that were started with another configuration, by key, before they hang or train apart."""
-    values = {key: json.dumps(value) for key, value in public_values(start.loaded.config).items()}
-    lines = differences_from_first(mesh, values | {"wan_trainer version": wan_trainer.__version__})
+    """Refuse ranks that were started with another configuration, by key, before they hang or train apart.
+
+    The launcher's roll call has said so already, without the minutes that ranks take to come up, and before
+    a missing machine ends in a time-out. Ranks that torchrun or a scheduler starts directly have only this.
+    """
+    values = {key: json.dumps(value) for key, value in common_values(start.loaded.config).items()}
+    lines = differences_from_first(mesh, values | {"the version of the code": code_digest(PACKAGE)})
     if lines:
         raise SharedUserError(*(f"{line}: start every node with the same configuration" for line in lines))
 
 
-class _Unsent:
-    """Carries rank 0's lock through `from_first_rank`; the other ranks receive an empty one."""
-
-    def __init__(self, lock: RunLock | None = None) -> None:
-        self._lock = lock
-
-    def __reduce__(self) -> tuple[type[_Unsent], tuple[()]]:
-        return _Unsent, ()
-
-    def release(self) -> None:
-        """Release the lock where it is held."""
-        if self._lock is not None:
-            self._lock.release()
+def _lock(output_dir: Path, held: ExitStack) -> None:
+    held.callback(RunLock(output_dir).release)
 
 
 def _recorded(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collection[str]) -> int:
@@ -203,17 +179,15 @@ def _run(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collection[
 
     with ExitStack() as stack:
         # The scorers start first: they load while the model does.
-        assert isinstance(spec.reward, RuleRewardSpec)
-        reward_spec = spec.reward
         reward = on_every_rank(
-            mesh, lambda: stack.enter_context(closing(build_reward(reward_spec, dataset.tasks)))
+            mesh, lambda: stack.enter_context(closing(build_reward(spec.reward, dataset.tasks)))
         )
         model = on_every_rank(mesh, lambda: build_model(spec, mesh))
         if resume is not None:
             load_checkpoint(resume.checkpoint, model.policy, model.optimizer, mesh)
         if mesh.rank == 0:
-            record.start(_facts(start, mesh, dataset, model, done))
-        _announce(console, start, model, resume, total)
+            record.start(run_facts(start, mesh, dataset, model, done))
+        announce(console, start, model, resume, total)
         log = open_run_log(
             spec.output,
             rank=mesh.rank,
@@ -261,7 +235,7 @@ def _run(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collection[
                     policy_version=grpo.policy_version,
                     seed=spec.seed,
                     world=mesh.world,
-                    wandb_id=_wandb_id(spec.output.output_dir),
+                    wandb_id=stored_run_id(spec.output.output_dir),
                     contract=start.contract,
                 )
                 path = save_checkpoint(
@@ -316,9 +290,8 @@ def _total_batches(spec: RunSpec, topology: Topology, samples: int) -> int:
     if total < window:
         raise UserError(
             f"num_epochs {spec.stop.num_epochs:g} of {samples} samples in batches of {topology.prompts} "
-            "prompts "
-            f"make {total} batches, fewer than one optimizer update needs ({window}): raise num_epochs or "
-            "max_steps, or lower batch_size"
+            f"prompts make {total} batches, fewer than one optimizer update needs ({window}): raise "
+            "num_epochs or max_steps, or lower batch_size"
         )
     return total // window * window
 
@@ -328,74 +301,3 @@ def local_prompts(topology: Topology, mesh: Mesh) -> list[int]:
     share = assign(topology.wave, topology.group_size, mesh.dp_rank, mesh.dp_size)
     in_wave = sorted({prompt for prompt, _ in share})
     return [first + prompt for first in range(0, topology.prompts, topology.wave) for prompt in in_wave]
-
-
-def _wandb_id(output_dir: Path) -> str | None:
-    try:
-        return str(json.loads((output_dir / "wandb.json").read_text())["id"])
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _announce(console: Console, start: Start, model: Model, resume: ResumePoint | None, total: int) -> None:
-    """What a log should show at its top: what is trained, on what, from where."""
-    topology, spec = start.topology, start.spec
-    sources = start.loaded.sources
-    values = public_values(start.loaded.config)
-    for key, source in sources.items():
-        if source == "device: cpu":
-            console.print(f"device: cpu sets {key} to {values[key]}")
-    for count in model.policy.trainable_report():
-        word = "trained" if count.trained else "frozen"
-        console.print(
-            f"{count.expert}: {count.elements:,} {count.kind} parameters {word} ({count.tensors} tensors)"
-        )
-    console.print(
-        f"{topology.world} ranks, {topology.prompts} prompts x {topology.group_size} rollouts a batch, "
-        f"{topology.rollouts_per_rank} rollouts a rank, {topology.waves} waves, {total} batches"
-    )
-    if resume is not None:
-        console.print(f"continuing after batch {resume.state.step} from {resume.checkpoint}")
-    console.print(f"output: {spec.output.output_dir}")
-
-
-def _facts(start: Start, mesh: Mesh, dataset: Dataset, model: Model, done: int) -> RunFacts:
-    spec, config, sampler = start.spec, start.loaded.config, start.spec.sampler
-    assert isinstance(spec.reward, RuleRewardSpec)
-    device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
-    return RunFacts(
-        algorithm="grpo",
-        device=device,
-        config_path=start.loaded.path,
-        config=public_values(config),
-        sources=start.loaded.sources,
-        overrides=start.loaded.overrides,
-        contract_digests=contract_digests(config, start.topology.prompts),
-        contract_values=start.contract,
-        topology=start.topology,
-        sampler=SamplerRecord(
-            kind=sampler.kind,
-            sigmas=tuple(sigma_grid(spec, model.policy).tolist()),
-            eta=sampler.eta,
-            eta_range=sampler.eta_range,
-            cfg_scale=sampler.cfg_scale,
-            flow_shift=flow_shift(spec, model.policy),
-            replay_ratio=sampler.replay_ratio,
-            share_group_init_noise=sampler.share_group_init_noise,
-            seed=sampler.seed,
-        ),
-        model=model_identity(spec.model.path, spec.model.family),
-        dataset=DatasetIdentity(
-            path=spec.data.dataset_json,
-            sha256=dataset.digests[spec.data.dataset_json.name],
-            manifests={
-                name: digest
-                for name, digest in dataset.digests.items()
-                if name != spec.data.dataset_json.name
-            },
-            samples=len(dataset),
-        ),
-        evaluator=EvaluatorIdentity(spec.reward.evalkit_dir, spec.reward.source_sha256),
-        code=code_identity(Path(wan_trainer.__file__).parent),
-        start_batch=done,
-    )

@@ -8,8 +8,6 @@ from types import FrameType
 from wan_trainer.distributed.collectives import agree
 from wan_trainer.distributed.mesh import Mesh
 
-EXIT_STOPPED = 75
-
 
 class AgreedStop:
     """Turns a signal that may reach only some ranks into a decision all ranks take at the same batch."""
