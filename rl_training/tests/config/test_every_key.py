@@ -3,6 +3,7 @@
 import pytest
 
 from wan_trainer.config import keys, resolve
+from wan_trainer.config.specs import RuleRewardSpec
 from wan_trainer.types import UserError
 
 COMPILED = {"torch_compile": True}
@@ -111,7 +112,7 @@ CHANGES = {
     "vbvr_reward_max_pending_jobs": (99, {}),
     "vbvr_reward_cpu_workers": (3, {}),
     "vbvr_reward_cpu_threads_per_worker": (3, {}),
-    "vbvr_reward_use_process_pool": (False, {}),
+    "vbvr_reward_use_process_pool": (False, {"vbvr_reward_cpu_workers": 2}),
     "vbvr_reward_prepared_width": (64, {}),
     "vbvr_reward_prepared_height": (64, {}),
     "vbvr_reward_prepare_crf": (20, {}),
@@ -202,3 +203,9 @@ def test_a_key_works_from_the_command_line_too(load, name):
     loaded = load(f"--{name}", *tokens, reward=reward, **context)
     assert loaded.config == load(reward=reward, **{**context, name: value}).config
     assert loaded.sources[name] == "cli"
+
+
+def test_without_the_process_pool_a_rank_has_one_scorer(load):
+    config = load(vbvr_reward_cpu_workers=4, vbvr_reward_use_process_pool=False).config
+    reward = resolve(config, cuda_available=False).reward
+    assert isinstance(reward, RuleRewardSpec) and reward.workers == 1

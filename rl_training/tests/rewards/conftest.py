@@ -125,7 +125,6 @@ def spec(evalkit: Path, tmp_path: Path) -> RuleRewardSpec:
         max_duration_s=5.0,
         workers=1,
         threads_per_worker=1,
-        use_process_pool=True,
         max_pending_jobs=64,
         timeout_s=20.0,
         unsupported_score=None,

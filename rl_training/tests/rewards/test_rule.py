@@ -337,14 +337,6 @@ def test_every_waiting_rollout_may_hold_a_descriptor(
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_one_scorer_without_the_process_pool(
-    make_reward: MakeReward, make_request: MakeRequest, clip: Clip, scorers: Callable[[], list[int]]
-) -> None:
-    reward = make_reward(workers=4, use_process_pool=False)
-    assert _one(reward, clip(0.5), make_request("brightness")).valid
-    assert len(scorers()) == 1
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

@@ -127,7 +127,8 @@ class Plan:
             ranks = topology.nproc // topology.tp
             text = f"vbvr_vlm: {config.vlm_reward_concurrency * ranks} requests in flight a node"
         else:
-            workers = config.vbvr_reward_cpu_workers * topology.nproc // topology.tp
+            each = config.vbvr_reward_cpu_workers if config.vbvr_reward_use_process_pool else 1
+            workers = each * topology.nproc // topology.tp
             threads = workers * config.vbvr_reward_cpu_threads_per_worker
             text = f"vbvr_rule: {workers} scorer processes, {threads} threads a node"
         return f"{text}; up to {self.pending_needed} rollouts of a rank wait for a verdict"

@@ -139,7 +139,6 @@ class RuleRewardSpec:
     max_duration_s: float
     workers: int
     threads_per_worker: int
-    use_process_pool: bool
     max_pending_jobs: int
     timeout_s: float
     unsupported_score: float | None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from wan_trainer.config.specs import DataSpec, RuleRewardSpec
 from wan_trainer.data.dataset import load_dataset
+from wan_trainer.media import kept_frames
 from wan_trainer.preflight.machine import check_scratch
 from wan_trainer.preflight.problem import Problem
 from wan_trainer.rewards.evalkit import check_checkout, supported_tasks, unsupported_message
@@ -93,14 +95,15 @@ def _mentions(directory: Path, word: str) -> bool:
 
 def check_clip_length(data: DataSpec, reward: RuleRewardSpec) -> list[Problem]:
     """A rollout longer than the evaluator's limit loses its tail, and with it the judged final frame."""
-    seconds = data.num_frames / reward.fps
-    if seconds <= reward.max_duration_s:
+    kept = kept_frames(data.num_frames, reward.fps, reward.max_duration_s)
+    if kept == data.num_frames:
         return []
-    frames = int(reward.max_duration_s * reward.fps - 1) // 4 * 4 + 1
+    # Rounded up: a bound that is short by a digit would cut the last frame after all.
+    seconds = math.ceil(10_000 * data.num_frames / reward.fps) / 10_000
     line = (
-        f"a rollout of {data.num_frames} frames at {reward.fps} fps lasts {seconds:.4g} s, the evaluator "
-        f"sees the first {reward.max_duration_s:g} s and never the final frame: set "
-        f"--vbvr_reward_max_duration_seconds {seconds:.4g}, or --num_frames {frames}"
+        f"a rollout of {data.num_frames} frames at {reward.fps} fps lasts {seconds:g} s, the evaluator sees "
+        f"the first {kept} frames ({reward.max_duration_s:g} s) and never the final one: set "
+        f"--vbvr_reward_max_duration_seconds {seconds:g}, or --num_frames {(kept - 1) // 4 * 4 + 1}"
     )
     return [Problem(line, "warning")]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import yaml
+from collections.abc import Sequence
+from contextlib import suppress
 
 from wan_trainer.config.paths import find_config, trainer_path
+from wan_trainer.config.schema import keys
+from wan_trainer.config.text import parse_flags, read_yaml
 from wan_trainer.preflight.problem import Problem
 from wan_trainer.types import UserError
 
@@ -19,40 +20,17 @@ _REMEDIES = {
 
 def check_named_paths(config: str, overrides: Sequence[str], said: Sequence[str]) -> list[Problem]:
     """One line per input path that is stated and does not exist, unless a line of `said` is about its key."""
-    values = {**_yaml_values(config), **_override_values(overrides)}
+    known = keys()
+    values = dict(parse_flags(overrides, known).values)
+    # A file that is not there is among the lines of `said`.
+    with suppress(UserError):
+        values = read_yaml(find_config(config), known).values | values
     problems: list[Problem] = []
     for key, remedy in _REMEDIES.items():
         value = values.get(key)
-        # An interpolated value needs the config's own rules, and those did not get that far.
-        if (
-            not isinstance(value, str)
-            or not value
-            or "${" in value
-            or any(line.startswith(key) for line in said)
-        ):
+        if not isinstance(value, str) or not value or any(line.startswith(key) for line in said):
             continue
         path = trainer_path(value)
         if not path.exists():
             problems.append(Problem(f"{key}: {path} does not exist: {remedy}"))
     return problems
-
-
-def _yaml_values(config: str) -> Mapping[str, object]:
-    try:
-        content = yaml.safe_load(find_config(config).read_text(encoding="utf-8"))
-    except (UserError, OSError, ValueError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _override_values(overrides: Sequence[str]) -> dict[str, str]:
-    values: dict[str, str] = {}
-    for position, argument in enumerate(overrides):
-        if not argument.startswith("--"):
-            continue
-        name, equals, value = argument[2:].partition("=")
-        if equals:
-            values[name] = value
-        elif position + 1 < len(overrides):
-            values[name] = overrides[position + 1]
-    return values

@@ -90,8 +90,7 @@ class RuleReward:
 
     reward = sum over `spec.weights` of weight x component; the components are the evaluator's score
     ("score") and its dimensions by name. A sample without a trustworthy score is missing (`error` set),
-    never 0. With `use_process_pool` false there is one scorer process instead of `spec.workers`: scoring
-    stays isolated.
+    never 0.
 
     Raises UserError when the checkout is not the pinned one, the evaluator does not import, or a task of
     `tasks` has no scorer and no `unsupported_score` is given.
@@ -114,7 +113,7 @@ class RuleReward:
                 easyocr_module_path=spec.easyocr_module_path,
             ),
             ScorerTimeouts(job_s=spec.timeout_s, start_s=start_timeout_s),
-            workers=spec.workers if spec.use_process_pool else 1,
+            workers=spec.workers,
             keep_videos=spec.keep_tmp,
         )
         try:
