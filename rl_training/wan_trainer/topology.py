@@ -266,11 +266,6 @@ def total_batches(num_epochs: float, num_samples: int, batch_size: int) -> int:
     return math.floor(Fraction(str(num_epochs)) * num_samples / batch_size)
 
 
-def batch_positions(step: int, batch_size: int) -> range:
-    """Positions of one batch in the stream of sample indices."""
-    return range(step * batch_size, (step + 1) * batch_size)
-
-
 def replay_step_count(num_steps: int, ratio: float) -> int:
     """Replayed denoising steps of a rollout; the last, noiseless step is never a candidate."""
     return max(1, int((num_steps - 1) * ratio))

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from wan_trainer.data.stream import StreamOrder, epoch_permutation, stream_index
+from wan_trainer.data.stream import StreamOrder, epoch_permutation
 
 # A change of these changes the order of every run that is resumed.
 GOLDEN = {
@@ -50,7 +50,7 @@ def test_a_batch_belongs_to_the_epoch_of_its_first_sample() -> None:
 def test_any_position_is_addressed_without_its_past() -> None:
     epoch_permutation.cache_clear()
     far = 10**9 * 50_000 + 123
-    assert stream_index(far, 50_000, 42, True) == (10**9, epoch_permutation(50_000, 42, 10**9)[123])
+    assert StreamOrder(50_000, 42, True).locate(far) == (10**9, epoch_permutation(50_000, 42, 10**9)[123])
     assert epoch_permutation.cache_info().misses == 1
 
 

@@ -9,7 +9,6 @@ from wan_trainer.config import GrpoConfig
 from wan_trainer.topology import (
     FAMILIES,
     assign,
-    batch_positions,
     check_video_shape,
     pending_rewards_needed,
     replay_step_count,
@@ -178,10 +177,6 @@ def test_offered_shapes_are_valid(family, shape):
 )
 def test_total_batches(epochs, size, batch, expected):
     assert total_batches(epochs, size, batch) == expected
-
-
-def test_positions_of_batches_follow_each_other():
-    assert [list(batch_positions(step, 3)) for step in range(2)] == [[0, 1, 2], [3, 4, 5]]
 
 
 @pytest.mark.parametrize(

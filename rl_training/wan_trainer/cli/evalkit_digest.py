@@ -7,7 +7,6 @@ import argparse
 from pathlib import Path
 
 from wan_trainer.rewards.evalkit import source_sha256
-from wan_trainer.types import UserError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -17,9 +16,5 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
     """Print the digest alone, fit for `vbvr_reward_evalkit_source_sha256`."""
-    if rest:
-        raise UserError(
-            f"evalkit-digest: unexpected argument {rest[0]}; usage: wan-trainer evalkit-digest DIRECTORY"
-        )
     print(source_sha256(args.directory))
     return 0

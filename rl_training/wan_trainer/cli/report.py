@@ -22,10 +22,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
     """Write the report and print its path."""
-    if rest:
-        raise UserError(
-            f"report: unexpected argument {rest[0]}; usage: wan-trainer report RUN_DIR [--out FILE]"
-        )
     try:
         path = render_report(args.run_dir, args.out)
     except OSError as error:

@@ -14,7 +14,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from wan_trainer.data.layout import PUBLIC_REVISION, PUBLIC_SAMPLES, PUBLIC_TASKS
 from wan_trainer.data.materialize import ArchiveRecord
 from wan_trainer.data.unpack import unpack
-from wan_trainer.types import UserError
 
 
 class _Display:
@@ -88,8 +87,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
     """Unpack, and say what is there now."""
-    if rest:
-        raise UserError(f"unknown argument {rest[0]!r}; see wan-trainer unpack --help")
     display = _Display(Console())
     with display.progress:
         summary = unpack(

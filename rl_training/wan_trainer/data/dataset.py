@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import overload
@@ -10,6 +9,7 @@ from typing import overload
 from wan_trainer.config.specs import DataSpec
 from wan_trainer.data.descriptor import FileChecks, PromptListSource, Source, read_descriptor
 from wan_trainer.data.rows import Row, prompt_list_rows, vbvr_rows
+from wan_trainer.recording.identity import file_sha256
 from wan_trainer.types import Sample, UserError
 
 PROBLEMS_SHOWN = 10
@@ -45,10 +45,6 @@ class Dataset(Sequence[Sample]):
         """The ids in order; reads no file."""
         return [row.sample_id for row in self._rows]
 
-    def of_task(self, task: str) -> list[Sample]:
-        """The samples of one task, in order."""
-        return [row.sample() for row in self._rows if row.task == task]
-
 
 def load_dataset(spec: DataSpec) -> Dataset:
     """Open the data set that spec.dataset_json describes.
@@ -75,7 +71,7 @@ def load_dataset(spec: DataSpec) -> Dataset:
         )
     if problems:
         raise UserError(*_capped(problems, path))
-    return Dataset(rows, {_label(file, path.parent): _sha256(file) for file in definitions})
+    return Dataset(rows, {_label(file, path.parent): file_sha256(file) for file in definitions})
 
 
 def _rows_of(source: Source, base: Path) -> tuple[Sequence[Row], Path]:
@@ -124,8 +120,3 @@ def _capped(problems: Sequence[str], path: Path) -> list[str]:
 
 def _label(file: Path, base: Path) -> str:
     return str(file.relative_to(base)) if file.is_relative_to(base) else str(file)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

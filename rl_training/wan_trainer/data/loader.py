@@ -26,8 +26,6 @@ from wan_trainer.data.stream import StreamOrder
 from wan_trainer.media import fill_and_crop, read_image
 from wan_trainer.types import PromptBatch, Sample, UserError
 
-LocalPrompts = Callable[[int], Sequence[int]] | Sequence[int]
-
 # A worker that reads nothing for so long hangs on a dead file system; the run then fails instead of
 # standing still.
 READ_TIMEOUT_S = 900
@@ -101,26 +99,21 @@ def batches(
     batch_size: int,
     num_batches: int,
     start: int,
-    local_prompts: LocalPrompts,
+    local_prompts: Sequence[int],
     with_first_frames: bool,
 ) -> Iterator[PromptBatch]:
     """The batches of steps start, start + 1, ..., num_batches - 1, in order.
 
     batch_size: prompts of a step over all ranks. num_batches: length of the whole run, not of what is left.
-    local_prompts: indices of this rank's prompts in the batch, or a function from the step to them, which is
-    called in this process. with_first_frames: false for families without an image, whose files are not
-    opened. Raises UserError when a file of a sample cannot be read.
+    local_prompts: indices of this rank's prompts in each batch. with_first_frames: false for families without
+    an image, whose files are not opened. Raises UserError when a file of a sample cannot be read.
     """
     assert batch_size > 0 and start >= 0, (batch_size, start)
     steps = _Steps(dataset, spec, batch_size, with_first_frames)
-    requests = [_request(step, local_prompts, batch_size) for step in range(start, num_batches)]
+    prompts = tuple(local_prompts)
+    assert all(0 <= prompt < batch_size for prompt in prompts), (prompts, batch_size)
+    requests = [_Request(step, prompts) for step in range(start, num_batches)]
     return _iterate(steps, requests, spec)
-
-
-def _request(step: int, local_prompts: LocalPrompts, batch_size: int) -> _Request:
-    prompts = tuple(local_prompts(step) if callable(local_prompts) else local_prompts)
-    assert all(0 <= prompt < batch_size for prompt in prompts), (step, prompts, batch_size)
-    return _Request(step, prompts)
 
 
 def _iterate(steps: _Steps, requests: Sequence[_Request], spec: DataSpec) -> Iterator[PromptBatch]:

@@ -38,11 +38,6 @@ class StreamOrder:
         return located[0][0], [index for _, index in located]
 
 
-def stream_index(position: int, size: int, seed: int, shuffle: bool) -> tuple[int, int]:
-    """(epoch, sample index) at a position of the stream."""
-    return StreamOrder(size, seed, shuffle).locate(position)
-
-
 # A batch touches two epochs at most, unless it is larger than the data set.
 @lru_cache(maxsize=4)
 def epoch_permutation(size: int, seed: int, epoch: int) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from wan_trainer.sampling.noise import keyed_generator
+from wan_trainer.topology import replay_step_count
 
 
 def sigmas(num_steps: int, shift: float) -> torch.Tensor:
@@ -26,6 +27,6 @@ def replay_steps(num_steps: int, ratio: float, seed: int, step: int) -> list[int
     """
     assert num_steps >= 2, "a one-step rollout has no stochastic step to replay"
     candidates = num_steps - 1
-    count = min(candidates, max(1, int(candidates * ratio)))
+    count = replay_step_count(num_steps, ratio)
     chosen = keyed_generator(seed, "replay steps", step).permutation(candidates)[:count]
     return sorted(int(index) for index in chosen)
