@@ -118,15 +118,18 @@ def test_the_judge_needs_its_model_and_its_rubrics(load):
 
 
 def test_auto_reads_the_family_from_the_model_directory(load, tmp_path):
-    index = {
-        "_class_name": "WanImageToVideoPipeline",
-        "transformer_2": ["diffusers", "WanTransformer3DModel"],
-    }
-    (tmp_path / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+    def write(index, transformer):
+        (tmp_path / "transformer").mkdir(exist_ok=True)
+        (tmp_path / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+        (tmp_path / "transformer" / "config.json").write_text(json.dumps(transformer), encoding="utf-8")
+
     shape = {"model_family": "auto", "height": 272, "width": 272}
+    second = {"transformer_2": ["diffusers", "WanTransformer3DModel"]}
+    write({"_class_name": "WanImageToVideoPipeline", **second}, {"in_channels": 36, "out_channels": 16})
     load(model_path=str(tmp_path), train_experts="high", **shape)
+    # The published TI2V-5B names WanPipeline: one expert, and sizes in multiples of 32.
     index = {"_class_name": "WanPipeline", "expand_timesteps": True, "transformer_2": [None, None]}
-    (tmp_path / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+    write(index, {"in_channels": 48, "out_channels": 48})
     with pytest.raises(UserError) as caught:
         load(model_path=str(tmp_path), train_experts="high", **shape)
     assert len(caught.value.problems) == 3

@@ -156,7 +156,7 @@ def test_resume_refuses_a_changed_contract_by_key(saved: Path) -> None:
     with pytest.raises(UserError) as refused:
         find_resume_point(saved, changed, auto_resume=True, allow_changed=["learning_rate"])
     (line,) = refused.value.problems
-    assert line.startswith("seed is 2 but the run in output_dir was started with 1")
+    assert line.startswith('seed: "2" differs from "1" of the run to go on from (data)')
     assert "--allow_changed seed" in line
     assert (
         find_resume_point(saved, changed, auto_resume=True, allow_changed=["learning_rate", "seed"])
