@@ -51,6 +51,10 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         if speaks:
             print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILURE
+    except OSError as error:
+        # A full or vanished disk, on this rank only; the error names the path.
+        print(f"error: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+        return EXIT_FAILURE
 
 
 if __name__ == "__main__":

@@ -27,11 +27,9 @@ from wan_trainer.types import EXIT_BAD_INPUT, UserError
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments; unknown ones are config overrides."""
     parser.add_argument("--config", required=True, help="the recipe (YAML)")
-    parser.add_argument("--nodes", type=int, default=int(os.environ.get("WORLD_SIZE") or 1), help="machines")
+    parser.add_argument("--nodes", type=int, default=_from_environment("WORLD_SIZE", 1), help="machines")
     parser.add_argument("--nproc", type=int, default=8, help="processes on each machine (default 8)")
-    parser.add_argument(
-        "--node-rank", type=int, default=int(os.environ.get("RANK") or 0), help="this machine"
-    )
+    parser.add_argument("--node-rank", type=int, default=_from_environment("RANK", 0), help="this machine")
     parser.add_argument(
         "--join", action="store_true", help="wait for the other machines and compare their configuration"
     )
@@ -69,6 +67,17 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
+def _from_environment(name: str, default: int) -> int:
+    value = os.environ.get(name, "").strip()
+    if not value:
+        return default
+    if not value.isdecimal():
+        raise UserError(
+            f"{name} is {value!r}, not a whole number: set it as on the other machines, or unset it"
+        )
+    return int(value)
+
+
 def write_facts(path: Path, spec: RunSpec) -> None:
     """`key=value` lines: what the launcher must know and only the resolved config says."""
     facts = {
@@ -89,7 +98,7 @@ def _call_roll(args: argparse.Namespace, loaded: LoadedConfig, spec: RunSpec) ->
         {**common_values(loaded.config), "device": spec.device},
     )
     address = os.environ.get("MASTER_ADDR") or DEFAULT_ADDRESS
-    port = int(os.environ.get("MASTER_PORT") or DEFAULT_PORT)
+    port = _from_environment("MASTER_PORT", DEFAULT_PORT)
     if args.node_rank == 0:
         names = ", ".join(str(node) for node in range(1, args.nodes))
         print(f"preflight: waiting for node {names} at port {port}, {spec.rendezvous_timeout_s:g} s at most")

@@ -62,7 +62,8 @@ def describe(failures: Mapping[int, ProcessFailure]) -> str:
     at = datetime.fromtimestamp(first.timestamp).strftime("%H:%M:%S")
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
-        how = f"was ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        hints = {"SIGKILL": " (out of memory?)", "SIGTERM": " before its first batch, with nothing to save"}
+        how = f"was ended by {name}{hints.get(name, '')}"
     else:
         how = f"failed with status {first.exitcode}"
     return f"rank {rank} (process {first.pid}) {how} at {at}; its own lines above say why"

@@ -78,12 +78,13 @@ def _check_tasks(spec: RuleRewardSpec, tasks: Sequence[str]) -> list[Problem]:
     names = supported_tasks(spec.evalkit_dir, tasks, easyocr_module_path=spec.easyocr_module_path)
     if not names.unknown:
         return []
-    line = unsupported_message(names.unknown)
-    if spec.unsupported_score is None:
-        return [Problem(line)]
-    return [
-        Problem(f"{line}; they score vbvr_reward_unsupported_score {spec.unsupported_score:g}", "warning")
-    ]
+    if spec.unsupported_score is None or not names.known:
+        return [Problem(unsupported_message(names.unknown))]
+    line = (
+        f"{len(names.unknown)} of {len(tasks)} tasks have no scorer (first: {next(iter(names.unknown))}) and "
+        f"all score vbvr_reward_unsupported_score {spec.unsupported_score:g}: their groups teach nothing"
+    )
+    return [Problem(line, "warning")]
 
 
 def _mentions(directory: Path, word: str) -> bool:
