@@ -61,6 +61,8 @@ def test_help_needs_no_heavy_import_and_is_quick():
             ["unpack", "--dataset-root", "a", "--output-dir", "b", "--worker", "1"],
             ["did you mean --workers?"],
         ),
+        (["evalkit-digest", "a", "--verbose"], ["unexpected argument --verbose"]),
+        (["report", "a", "--steps", "3"], ["unexpected argument --steps"]),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(words, fragments, capsys):

@@ -11,7 +11,6 @@ from rich.console import Console
 from rl_training.tests.data.archives import tree
 from wan_trainer.cli import unpack as command
 from wan_trainer.data.layout import PUBLIC_REVISION
-from wan_trainer.types import UserError
 
 
 def run(*arguments: str) -> int:
@@ -42,11 +41,6 @@ def test_the_defaults_are_the_public_data_set() -> None:
     args = parser.parse_args(["--dataset-root", "a", "--output-dir", "b"])
     assert (args.source_revision, args.expected_tasks, args.expected_samples) == (PUBLIC_REVISION, 50, 50_000)
     assert args.workers >= 1 and args.verify_existing is False
-
-
-def test_unknown_arguments_are_refused(dataset_root: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--verfy"):
-        run("--dataset-root", str(dataset_root), "--output-dir", str(tmp_path), "--verfy")
 
 
 def test_a_terminal_sees_a_bar_that_fills(

@@ -233,8 +233,6 @@ def test_the_command_prints_the_path(make_run: MakeRun, capsys: pytest.CaptureFi
     command.configure(parser)
     assert command.run(parser.parse_args([str(files.root)]), []) == 0
     assert capsys.readouterr().out == f"{files.report}\n"
-    with pytest.raises(UserError, match="unexpected argument --steps"):
-        command.run(parser.parse_args([str(files.root)]), ["--steps", "3"])
     with pytest.raises(UserError, match="choose a place for it with --out"):
         command.run(parser.parse_args([str(files.root), "--out", str(files.root)]), [])
 

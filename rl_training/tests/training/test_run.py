@@ -268,7 +268,7 @@ def test_what_stops_one_rank_stops_all_with_the_same_line(recipe: Path, tmp_path
     # A disk that only one machine sees empty: the configurations agree, the files do not.
     first, second = run_ranks(2, _train_with_broken_model_on_rank_1, str(recipe), str(tmp_path))
     assert first == second
-    assert len(first) == 1 and "gone does not exist" in first[0]
+    assert len(first) == 1 and "gone is not a directory" in first[0]
 
 
 def _train_with_broken_model_on_rank_1(recipe: str, scratch: str) -> Any:
