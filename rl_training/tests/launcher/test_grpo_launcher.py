@@ -223,7 +223,7 @@ def test_no_facts_file_is_left_behind(launch, tmp_path):
 
 
 def test_a_record_of_an_earlier_run_does_not_become_the_status(launch):
-    (launch.output_dir / "run.json").write_text(json.dumps({"exit_status": 75}))
+    (launch.output_dir / "run.json").write_text(json.dumps({"starts": [{"exit_status": 75}]}))
     assert launch.run("--nproc", "1", *CONFIG, STUB_TORCHRUN_STATUS="1").returncode == 1
 
 
@@ -232,7 +232,7 @@ RANK = """
 import json, pathlib, signal, sys, time
 out = pathlib.Path(sys.argv[1])
 def stop(number, frame):
-    (out.parent / "a run" / "run.json").write_text(json.dumps({"exit_status": 75}))
+    (out.parent / "a run" / "run.json").write_text(json.dumps({"starts": [{"exit_status": 75}]}))
     sys.exit(75)
 signal.signal(signal.SIGTERM, stop)
 signal.signal(signal.SIGINT, stop)
@@ -256,7 +256,7 @@ def test_a_signal_to_the_launcher_ends_in_75(launch, number):
 @pytest.mark.parametrize(("recorded", "expected"), [(2, 2), (75, 75), (1, 1), (0, 1)])
 def test_what_rank_zero_recorded_is_the_status(launch, recorded, expected):
     write = "import json, pathlib, sys; path = pathlib.Path(sys.argv[1]).parent / 'a run' / 'run.json'; "
-    write += f"path.write_text(json.dumps({{'exit_status': {recorded}}})); sys.exit(3)"
+    write += f"path.write_text(json.dumps({{'starts': [{{'exit_status': {recorded}}}]}})); sys.exit(3)"
     assert launch.run("--nproc", "1", *CONFIG, STUB_RANK=write).returncode == expected
 
 

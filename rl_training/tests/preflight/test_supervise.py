@@ -36,7 +36,7 @@ folder, rank = pathlib.Path(sys.argv[1]), sys.argv[2]
 def stop(number, frame):
     (folder / f"saved_{rank}").write_text(str(number))
     if rank == "0":
-        (folder / "run.json").write_text(json.dumps({"exit_status": 75}))
+        (folder / "run.json").write_text(json.dumps({"starts": [{"exit_status": 75}]}))
     if not (folder / "stubborn").exists():
         sys.exit(75)
 signal.signal(signal.SIGTERM, stop)
@@ -117,17 +117,18 @@ def child(body: str) -> list[str]:
 @pytest.mark.parametrize(
     ("status", "record", "expected"),
     [
-        (0, {"exit_status": 0}, 0),
-        (1, {"exit_status": 2}, 2),
-        (1, {"exit_status": 75}, 75),
-        (1, {"exit_status": 1}, 1),
-        (1, {"exit_status": 0}, 1),
-        (1, {"exit_status": None}, 1),
+        (0, {"starts": [{"exit_status": 0}]}, 0),
+        (1, {"starts": [{"exit_status": 2}]}, 2),
+        (1, {"starts": [{"exit_status": 75}]}, 75),
+        (1, {"starts": [{"exit_status": 1}]}, 1),
+        (1, {"starts": [{"exit_status": 0}]}, 1),
+        (1, {"starts": [{"exit_status": None}]}, 1),
+        (1, {"exit_status": 75, "starts": [{"exit_status": 75}, {"exit_status": None}]}, 1),
         (1, None, 1),
         (7, None, 1),
         (2, None, 2),
         (75, None, 75),
-        (75, {"exit_status": 1}, 75),
+        (75, {"starts": [{"exit_status": 1}]}, 75),
     ],
 )
 def test_the_record_explains_torchruns_status(tmp_path, status, record, expected):
@@ -140,7 +141,7 @@ def test_the_record_explains_torchruns_status(tmp_path, status, record, expected
 
 
 def test_an_untouched_record_says_nothing(tmp_path):
-    (tmp_path / "run.json").write_text('{"exit_status": 75}')
+    (tmp_path / "run.json").write_text('{"starts": [{"exit_status": 75}]}')
     supervisor = start(tmp_path, child("raise SystemExit(1)"))
     supervisor.communicate(timeout=20)
     assert supervisor.returncode == 1

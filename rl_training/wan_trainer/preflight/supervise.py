@@ -81,12 +81,17 @@ def children(pid: int) -> list[int]:
 
 
 def recorded_status(output_dir: Path) -> int | None:
-    """`exit_status` of run.json, None when there is no such record or the run did not come to its end."""
+    """How the newest start in run.json ended; None when there is none or it could not say.
+
+    Not the status of the run: a start that fails before training leaves that of the start before.
+    """
     try:
         record = json.loads((output_dir / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    status = record.get("exit_status") if isinstance(record, dict) else None
+    starts = record.get("starts") if isinstance(record, dict) else None
+    newest = starts[-1] if isinstance(starts, list) and starts else None
+    status = newest.get("exit_status") if isinstance(newest, dict) else None
     return status if isinstance(status, int) else None
 
 

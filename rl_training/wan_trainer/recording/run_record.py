@@ -192,16 +192,3 @@ class RunRecord:
     def _write(self, record: JsonObject) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(self.path, encode(record, indent=1) + b"\n")
-
-
-def recorded_exit_status(path: Path, since: float) -> int | None:
-    """For launchers: exit status of the newest start that ended at `since` (epoch seconds) or later.
-
-    None when no start ended since: the job was killed before it could say why.
-    """
-    statuses: list[tuple[float, int]] = []
-    for entry in _starts(read_run_record(path)):
-        end, status = entry.get("end"), entry.get("exit_status")
-        if isinstance(end, int | float) and isinstance(status, int) and end >= since:
-            statuses.append((end, status))
-    return max(statuses)[1] if statuses else None
