@@ -217,3 +217,10 @@ def test_a_shown_configuration_loads_to_itself(load, tmp_path):
     path = tmp_path / "shown.yaml"
     path.write_text(yaml.safe_dump(first.model_dump(mode="json")), encoding="utf-8")
     assert load_with_sources(path, (), {}).config == first
+
+
+@pytest.mark.parametrize("words", [["0.9"], ["0.9", "0.8", "0.7"], ["[0.9]"]])
+def test_a_pair_without_two_members_says_that_two_numbers_are_needed(load, words):
+    (line,) = problems(load, "--adam_betas", *words)
+    shown = "[0.9, 0.8, 0.7]" if len(words) == 3 else "[0.9]"
+    assert line == (f"adam_betas (command line): {shown} is not two numbers; write for example [0.9, 0.999]")

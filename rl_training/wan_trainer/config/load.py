@@ -26,6 +26,9 @@ JUDGE_VARIABLES = {
 }
 """Environment variables that override the file where the judge is in use."""
 
+_WRONG_COUNT = ("missing", "too_long", "tuple_type")
+"""What pydantic calls a pair that does not have two members."""
+
 
 @dataclass(frozen=True)
 class LoadedConfig:
@@ -155,6 +158,8 @@ def _value_lines(details: Sequence[ErrorDetails], places: _Places) -> list[str]:
         name = str(detail["loc"][0])
         info = known[name]
         inside = [str(part) for part in detail["loc"][1:] if isinstance(part, int) or info.kind == "dict"]
+        if detail["type"] in _WRONG_COUNT:
+            inside = []
         value = detail["input"]
         shown = _shown(value)
         part = f"{name}[{inside[0]}]" if inside else name
@@ -167,6 +172,9 @@ def _shown(value: object) -> str:
     """A value on one line, cut when it is long."""
     if value is None:
         return "null"
+    if isinstance(value, tuple | list):
+        members: Sequence[object] = value  # pyright: ignore[reportUnknownVariableType]
+        value = f"[{', '.join(str(member) for member in members)}]"
     text = str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -199,6 +207,8 @@ def _rule(detail: ErrorDetails, info: KeyInfo, shown: str) -> tuple[str, str]:
         return f"is not one of {', '.join(info.choices)}", (
             advice[2:] if advice else f"use one of them, {_example(info)}"
         )
+    if info.kind == "pair" and kind in _WRONG_COUNT:
+        return "is not two numbers", f"write for example {_example(info)}"
     if len(detail["loc"]) > 1:
         word = "text" if info.kind == "list" else "a number"
         return f"is not {word}", f"write for example {_example(info)}"
