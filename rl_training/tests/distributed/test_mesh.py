@@ -42,6 +42,19 @@ def test_two_ranks_share_collectives() -> None:
         assert seen["differences"] == []
 
 
+def _three_runs() -> list[list[int]]:
+    gathered = []
+    for _ in range(3):
+        mesh = init_mesh("cpu", 30)
+        gathered.append(gather_objects(mesh, mesh.rank))
+        torch.distributed.destroy_process_group()
+    return gathered
+
+
+def test_a_process_can_join_run_after_run() -> None:
+    assert run_ranks(2, _three_runs, timeout_s=60) == [[[0, 1]] * 3] * 2
+
+
 def _differing_config() -> list[str]:
     mesh = init_mesh("cpu", 30)
     return differences_from_first(mesh, {"learning_rate": "1e-05" if mesh.rank else "5e-06", "seed": "42"})

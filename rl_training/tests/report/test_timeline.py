@@ -1,5 +1,5 @@
 from wan_trainer.recording.clock import Span
-from wan_trainer.report.timeline import last_steps, nested, phase_times, timeline_chart
+from wan_trainer.report.timeline import _bars, last_steps, nested, phase_times, timeline_chart
 
 
 def test_nesting_depth() -> None:
@@ -33,3 +33,17 @@ def test_no_spans_no_chart() -> None:
 
 def test_a_span_of_no_length_is_drawn() -> None:
     assert timeline_chart([Span(0, "$x_", 0, 5.0, 5.0)]) is not None
+
+
+def test_scoring_is_a_strip_below_the_bars_and_hides_none() -> None:
+    spans = [
+        Span(0, "sample", 0, 0.0, 2.0),
+        Span(0, "score", 0, 1.0, 4.0),
+        Span(0, "replay", 0, 2.0, 3.0),
+    ]
+    bars = _bars(spans, [0], 0.0, 4.0)
+    low, high = {}, {}
+    for (depth, phase), (path,) in bars.items():
+        assert depth == 0
+        low[phase], high[phase] = path.vertices[:, 1].min(), path.vertices[:, 1].max()
+    assert high["sample"] == high["replay"] < low["score"]

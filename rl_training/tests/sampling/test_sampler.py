@@ -1,5 +1,6 @@
 """The sampler against a straightforward loop, what it stores, and replay of what it stored."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -141,6 +142,8 @@ def test_each_needed_latent_is_stored_once() -> None:
         assert set(trajectory.latents) == needed
         storages = {latent.untyped_storage().data_ptr() for latent in trajectory.latents.values()}
         assert len(storages) == len(needed)
+        held = sum(latent.untyped_storage().nbytes() for latent in trajectory.latents.values())
+        assert held == len(needed) * len(IDS) * math.prod(SHAPE) * 4, "no latent keeps a larger buffer alive"
         counts.append(len(needed))
     assert min(counts) >= 22 and max(counts) <= 29 and 23.5 < sum(counts) / len(counts) < 26
 

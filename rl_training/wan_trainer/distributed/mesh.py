@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +21,12 @@ AXES = ("dp_replicate", "dp_shard", "tp")
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
 _ALONE = "start ranks with scripts/train/grpo_multinode.fish, or unset WORLD_SIZE and RANK to run one process"
+
+
+# A process may join run after run (tests, notebooks). Each has its own keys in the store: in those of the run
+# before, ranks would find the addresses of connections that are closed. The server stays up between them.
+_runs = itertools.count()
+_stores: list[Store] = []
 
 
 class RendezvousError(RuntimeError):
@@ -66,7 +73,7 @@ def init_mesh(device: str, timeout_s: float, *, tp: int = 1, dp_replicate: int =
     store = _rendezvous(rank, world, timeout_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if target.type == "cuda" else "gloo",
-        store=PrefixStore("wan_trainer", store),
+        store=store,
         rank=rank,
         world_size=world,
         timeout=COLLECTIVE_TIMEOUT,
@@ -95,6 +102,7 @@ def environment_number(name: str, default: int) -> int:
 
 def _rendezvous(rank: int, world: int, timeout_s: float) -> Store:
     """A store that every rank of the run has joined."""
+    prefix = f"wan_trainer/{next(_runs)}"
     if world == 1:
         return HashStore()
     timeout = timedelta(seconds=timeout_s)
@@ -104,7 +112,7 @@ def _rendezvous(rank: int, world: int, timeout_s: float) -> Store:
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         # Not waiting for the workers here: the wait below can name the ranks that are missing.
-        store = TCPStore(
+        store: Store = TCPStore(
             host, port, world, serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
         )
     except (dist.DistError, RuntimeError) as error:
@@ -114,6 +122,8 @@ def _rendezvous(rank: int, world: int, timeout_s: float) -> Store:
             "check MASTER_ADDR and MASTER_PORT, that the first machine is running, and that no firewall is "
             "between"
         ) from error
+    _stores.append(store)
+    store = PrefixStore(prefix, store)
     store.set(f"arrived/{rank}", os.environ.get("GROUP_RANK", "0"))
     try:
         store.wait([f"arrived/{peer}" for peer in range(world)], timeout)

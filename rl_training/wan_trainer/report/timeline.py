@@ -14,6 +14,8 @@ from wan_trainer.report.figures import MUTED, SERIES, as_svg, drawing, new_figur
 
 _SHOWN_RANKS = 8
 _SHOWN_STEPS = 3
+# What scorers did beside their rank: in a strip of its own, so that it hides nothing and overlap shows.
+_SCORE = "score"
 # Narrower bars would be invisible: a share of the whole width.
 _NARROWEST = 1 / 1500
 
@@ -48,7 +50,8 @@ def phase_times(spans: Sequence[Span]) -> list[PhaseTime]:
 
 
 def timeline_chart(spans: Sequence[Span]) -> str | None:
-    """Bars of up to 8 ranks over the last steps. Nested spans lie on top of those around them."""
+    """Bars of up to 8 ranks over the last steps. Nested spans lie on top of those around them; a strip below
+    shows when scorers worked."""
     shown = last_steps(spans)
     if not shown:
         return None
@@ -66,7 +69,7 @@ def timeline_chart(spans: Sequence[Span]) -> str | None:
             shape = Path.make_compound_path(*bars)
             axes.add_patch(PathPatch(shape, facecolor=colours[phase], linewidth=0, zorder=2 + depth))
         axes.set_xlim(0, width)
-        axes.set_ylim(count - 0.5, -0.6)
+        axes.set_ylim(count - 0.4, -0.6)
         axes.set_yticks(range(count), [f"rank {rank}" for rank in chosen])
         axes.grid(visible=False)
         axes.tick_params(length=0)
@@ -87,11 +90,15 @@ def _bars(
     """Rectangles by depth and phase; one row a rank."""
     bars: dict[tuple[int, str], list[Path]] = {}
     for row, rank in enumerate(ranks):
-        for span, depth in nested([span for span in spans if span.rank == rank]):
-            inset = 0.1 * min(3, depth)
+        own = [span for span in spans if span.rank == rank]
+        boxes = [
+            (span, depth, row - 0.4 + 0.1 * min(3, depth), row + 0.4 - 0.1 * min(3, depth))
+            for span, depth in nested([span for span in own if span.phase != _SCORE])
+        ]
+        boxes += [(span, 0, row + 0.43, row + 0.53) for span in own if span.phase == _SCORE]
+        for span, depth, low, high in boxes:
             left = span.start - begin
             right = max(span.end - begin, left + width * _NARROWEST)
-            low, high = row - 0.4 + inset, row + 0.4 - inset
             corners = [(left, low), (right, low), (right, high), (left, high), (left, low)]
             bars.setdefault((depth, span.phase), []).append(Path(corners, closed=True))
     return bars
