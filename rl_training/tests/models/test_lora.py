@@ -61,12 +61,19 @@ def test_a_fresh_adapter_changes_nothing_and_is_off_when_disabled(load: Callable
         ("low_noise", "transformer_2."),
         ("transformer_2", "transformer_2."),
         ("transformer.blocks.1", "transformer.blocks.1."),
+        ("transformer_2.blocks.1", "transformer_2.blocks.1."),
     ],
 )
 def test_a_prefix_restricts_the_adapters(prefix: str, start: str, load: Callable[..., Loaded]) -> None:
     policy = load("i2v-a14b", lora=lora("to_q", prefix=prefix)).policy
     names = [name for name, _ in policy.trainable()]
     assert names and all(name.startswith(start) for name in names)
+
+
+def test_a_prefix_within_an_expert_serves_both(load: Callable[..., Loaded]) -> None:
+    policy = load("i2v-a14b", lora=lora("to_q", prefix="blocks.1")).policy
+    starts = {name.split(".attn")[0] for name, _ in policy.trainable()}
+    assert starts == {"transformer.blocks.1", "transformer_2.blocks.1"}
 
 
 def test_train_experts_restricts_the_adapters(load: Callable[..., Loaded]) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints: distributed save by parameter name, atomic, checksummed, verified before use.
 
-    <output_dir>/checkpoint-<step>/state/            torch.distributed.checkpoint files
+    <output_dir>/checkpoint-<step>/state/            torch.distributed.checkpoint files: model, optimizer,
+                                                     rng, and ema when averages are kept
                                    train_state.json  position and identity of the run
                                    manifest.json     written last: size and sha256 of every other file
     <output_dir>/latest                              the name of the newest complete checkpoint
@@ -38,6 +39,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from wan_trainer.algorithms.base import RunFailure
 from wan_trainer.distributed.collectives import SharedUserError, gather_objects, on_every_rank
 from wan_trainer.distributed.mesh import Mesh
+from wan_trainer.training.ema import Ema
 from wan_trainer.types import UserError
 
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -71,6 +73,7 @@ def save_checkpoint(
     mesh: Mesh,
     *,
     keep: int,
+    ema: Ema | None = None,
 ) -> Path:
     """Write `checkpoint-<step>`, point `latest` at it and delete all but the newest `keep` (0 keeps all).
 
@@ -78,7 +81,7 @@ def save_checkpoint(
     full: the previous checkpoint stays as it is, and what was written of this one is deleted.
     """
     try:
-        return _write_checkpoint(output_dir, state, model, optimizer, mesh, keep)
+        return _write_checkpoint(output_dir, state, model, optimizer, mesh, keep, ema)
     except (SharedUserError, CheckpointException) as error:
         if mesh.rank == 0:
             clean_partials(output_dir)
@@ -100,6 +103,7 @@ def _write_checkpoint(
     optimizer: torch.optim.Optimizer,
     mesh: Mesh,
     keep: int,
+    ema: Ema | None,
 ) -> Path:
     final = output_dir / f"checkpoint-{state.step}"
     partial = output_dir / f".partial-checkpoint-{state.step}"
@@ -110,13 +114,7 @@ def _write_checkpoint(
             partial.mkdir(parents=True)
 
     _on_storage(mesh, prepare)
-    values: dict[str, Any] = {
-        "model": get_model_state_dict(model, options=_OPTIONS),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=_OPTIONS),
-        # One key per rank: values under one shared key are deduplicated and every rank would load rank 0's.
-        "rng": {f"rank{mesh.rank}": torch.get_rng_state()},
-    }
-    save(values, checkpoint_id=partial / "state")
+    save(_values(model, optimizer, mesh, ema), checkpoint_id=partial / "state")
     own = _on_storage(mesh, lambda: _hash_files(partial, partial.glob(f"state/__{mesh.rank}_*")))
     entries = gather_objects(mesh, own)
 
@@ -154,16 +152,36 @@ def _on_storage[T](mesh: Mesh, work: Callable[[], T]) -> T:
     return on_every_rank(mesh, attempt)
 
 
-def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
-    """Restore the weights, optimizer and this rank's RNG, at any number of ranks.
-
-    Collective; verify first.
-    """
-    reader = FileSystemReader(checkpoint / "state")
+def _values(
+    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, ema: Ema | None
+) -> dict[str, Any]:
+    """What a checkpoint stores, by section: tensors to write, or to read into."""
     values: dict[str, Any] = {
         "model": get_model_state_dict(model, options=_OPTIONS),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=_OPTIONS),
+        # One key per rank: values under one shared key are deduplicated and every rank would load rank 0's.
+        "rng": {f"rank{mesh.rank}": torch.get_rng_state()},
     }
+    if ema is not None:
+        values["ema"] = dict(ema.averages)
+    return values
+
+
+def load_checkpoint(
+    checkpoint: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: Mesh,
+    *,
+    ema: Ema | None = None,
+) -> None:
+    """Restore the weights, optimizer, `ema` and this rank's RNG, at any number of ranks.
+
+    A checkpoint without averages, of a run that kept none, starts `ema` at the restored weights. Collective;
+    verify first.
+    """
+    reader = FileSystemReader(checkpoint / "state")
+    values = _values(model, optimizer, mesh, ema)
     stored = set(reader.read_metadata().state_dict_metadata)
     missing = sorted(f"model.{name}" for name in values["model"] if f"model.{name}" not in stored)
     if missing:
@@ -172,14 +190,17 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.O
             f"{missing[0]}): "
             "it was written by another model or LoRA setting; use another output_dir"
         )
-    rng_key = f"rank{mesh.rank}"
-    if f"rng.{rng_key}" in stored:
-        values["rng"] = {rng_key: torch.get_rng_state()}
+    for section in ("rng", "ema"):
+        # The RNG of a rank that did not exist, averages that were not kept.
+        if any(f"{section}.{name}" not in stored for name in values.get(section, ())):
+            del values[section]
     load(values, storage_reader=reader)
     set_model_state_dict(model, values["model"], options=_OPTIONS)
     set_optimizer_state_dict(model, optimizer, values["optimizer"], options=_OPTIONS)
     if "rng" in values:
-        torch.set_rng_state(values["rng"][rng_key])
+        torch.set_rng_state(values["rng"][f"rank{mesh.rank}"])
+    if ema is not None and "ema" not in values:
+        ema.restart()
 
 
 def read_train_state(checkpoint: Path) -> TrainState:

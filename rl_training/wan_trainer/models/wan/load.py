@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ _LOADING_ERRORS = (OSError, ValueError, RuntimeError, TypeError, SafetensorError
 class WanComponents:
     """The parts of a pipeline. Text encoder and VAE are frozen, in eval mode and in the checkpoint's dtype.
 
-    device: where they compute. offload: they rest on the CPU between uses. text_cache: recent prompt
+    device: where they compute. offload: they rest in host memory between uses. text_cache: recent prompt
     encodings.
     """
 
@@ -57,15 +58,32 @@ class WanComponents:
 
     @contextmanager
     def resident(self, module: torch.nn.Module) -> Iterator[None]:
-        """Within, `module` (text encoder or VAE) is on the device; after, back on the CPU when offloading."""
+        """Within, `module` (text encoder or VAE) is on the device; after, offloaded to where it rests.
+
+        Its tensors in host memory are kept and put back: the module is frozen, so nothing has to be copied
+        from the device. They are put back whatever happens within, and when the device had no room for it.
+        """
         if not self.offload:
             yield
             return
-        module.to(self.device)
+        resting = [
+            (part, name, tensor)
+            for part in module.modules()
+            for name, tensor in chain(part.named_parameters(recurse=False), part.named_buffers(recurse=False))
+        ]
+        # By identity: a tied tensor (the text encoder's embedding) is copied once.
+        placed: dict[int, torch.Tensor] = {}
         try:
+            for part, name, tensor in resting:
+                if id(tensor) not in placed:
+                    copy = tensor.detach().to(self.device)
+                    parameter = isinstance(tensor, nn.Parameter)
+                    placed[id(tensor)] = nn.Parameter(copy, requires_grad=False) if parameter else copy
+                setattr(part, name, placed[id(tensor)])
             yield
         finally:
-            module.to("cpu")
+            for part, name, tensor in resting:
+                setattr(part, name, tensor)
 
 
 def load_wan(spec: ModelSpec, device: torch.device | str, *, materialize: bool = True) -> WanComponents:
@@ -78,10 +96,15 @@ def load_wan(spec: ModelSpec, device: torch.device | str, *, materialize: bool =
     """
     device = torch.device(device)
     directory = read_directory(spec.path, spec.family)
-    experts = {name: _load_expert(spec, directory, name) for name in directory.experts}
+    trained = trained_experts(spec, directory.experts)
+    weights = {name: Weights(spec.path / name) for name in directory.experts}
+    experts = {
+        name: meta_expert(weights[name], _expert_dtype(spec, weights[name], name in trained))
+        for name in directory.experts
+    }
     if materialize:
         for name, expert in experts.items():
-            fill(expert, Weights(spec.path / name), device)
+            fill(expert, weights[name], device)
     rest = torch.device("cpu") if spec.offload_inference_models else device
     return WanComponents(
         directory=directory,
@@ -95,10 +118,9 @@ def load_wan(spec: ModelSpec, device: torch.device | str, *, materialize: bool =
     )
 
 
-def _load_expert(spec: ModelSpec, directory: WanDirectory, name: str) -> WanTransformer3DModel:
-    """The expert on the meta device, in the dtype it is to be stored in; the weights' shapes are checked."""
-    component = spec.path / name
-    weights = Weights(component)
+def meta_expert(weights: Weights, dtype: torch.dtype) -> WanTransformer3DModel:
+    """The expert of `weights` on the meta device, in the dtype it is to be stored in; shapes are checked."""
+    component = weights.component
     config: Any = WanTransformer3DModel.load_config(component, local_files_only=True)
     try:
         with torch.device("meta"):
@@ -108,7 +130,6 @@ def _load_expert(spec: ModelSpec, directory: WanDirectory, name: str) -> WanTran
             f"{component / 'config.json'} describes no Wan transformer ({error}): fetch it again"
         ) from None
     check_names(expert, weights)
-    dtype = _expert_dtype(spec, weights, name in trained_experts(spec, directory.experts))
     nn.Module.to(expert, dtype=dtype)
     # As Diffusers loads them. The time embedder also decides the sinusoid's dtype, by the dtype it is stored
     # in.

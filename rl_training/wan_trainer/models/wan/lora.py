@@ -27,9 +27,9 @@ def apply_lora(experts: Mapping[str, WanTransformer3DModel], spec: LoraSpec, see
     """Add adapters to the linear layers whose name ends with a target suffix; everything else stays frozen.
 
     `spec.module_prefix` restricts them: "high_noise" or "low_noise" to that expert, anything else to modules
-    whose full name ("transformer.blocks.0.attn1.to_q") starts with it. Adapters are float32 whatever the
-    base's dtype, named `<layer>.lora_A.default.weight` beside `<layer>.base_layer.weight`. Raises UserError
-    when a suffix matches no layer, naming those there are.
+    whose name starts with it, in full ("transformer.blocks.0.attn1.to_q") or within any expert ("blocks.0").
+    Adapters are float32 whatever the base's dtype, named `<layer>.lora_A.default.weight` beside
+    `<layer>.base_layer.weight`. Raises UserError when a suffix matches no layer, naming those there are.
     """
     targets = {name: matching_layers(name, expert, spec) for name, expert in experts.items()}
     matched = [layer for layers in targets.values() for layer in layers]
@@ -61,11 +61,12 @@ def apply_lora(experts: Mapping[str, WanTransformer3DModel], spec: LoraSpec, see
 def matching_layers(expert_name: str, expert: WanTransformer3DModel, spec: LoraSpec) -> list[str]:
     """Names, within the expert, of the linear layers that get an adapter."""
     prefix = _ALIASES.get(spec.module_prefix or "", spec.module_prefix)
+    start = "" if prefix is None else prefix.rstrip(".") + "."
     return [
         layer
         for layer in _linear_layers(expert)
         if any(_ends_with(layer, suffix) for suffix in spec.target_modules)
-        and (prefix is None or f"{expert_name}.{layer}".startswith(prefix.rstrip(".") + "."))
+        and (layer.startswith(start) or f"{expert_name}.{layer}".startswith(start))
     ]
 
 

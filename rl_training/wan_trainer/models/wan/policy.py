@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from wan_trainer.config.specs import ModelSpec
 from wan_trainer.models.wan.attention import configure_attention
@@ -64,8 +65,8 @@ class WanPolicy(nn.Module):
     @property
     def experts(self) -> dict[str, WanTransformer3DModel]:
         """The transformers by name, high-noise first."""
-        experts = {"transformer": self.transformer}
-        return experts if self.transformer_2 is None else {**experts, "transformer_2": self.transformer_2}
+        experts = {"transformer": self.transformer, "transformer_2": self.transformer_2}
+        return {name: expert for name, expert in experts.items() if expert is not None}
 
     @property
     def flow_shift(self) -> float | None:
@@ -122,6 +123,9 @@ class WanPolicy(nn.Module):
             return_dict=False,
         )[0]
         output = output.to(torch.float32)
+        if isinstance(expert, FSDPModule) and not output.requires_grad and not self.trains_at(sigma):
+            # FSDP lists every forward until a backward clears its list; a frozen expert never has one.
+            expert.reset_iter_state()
         if guided:
             conditional, unconditional = output.chunk(2)
             return unconditional + self.cfg_scale * (conditional - unconditional)
@@ -189,7 +193,11 @@ def build_policy(components: WanComponents, spec: ModelSpec, cfg_scale: float, s
         compute_dtype=DTYPES[spec.param_dtype],
     )
     configure_attention(
-        policy.experts.values(), spec.attention_backend, disable_cudnn_sdp=spec.disable_cudnn_sdp
+        policy.experts.values(),
+        spec.attention_backend,
+        disable_cudnn_sdp=spec.disable_cudnn_sdp,
+        device=components.device,
+        dtype=DTYPES[spec.param_dtype],
     )
     trained = trained_experts(spec, components.directory.experts)
     policy.requires_grad_(False)
