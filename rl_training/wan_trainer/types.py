@@ -210,7 +210,8 @@ class Chunk:
 class Wave:
     """The prompts whose rewards are gathered together, and this rank's rollouts of them.
 
-    prompts: global prompt indices, the same on every rank. pending: one submission per rollout chunk.
+    prompts: global prompt indices, the same on every rank. pending: one submission per rollout chunk;
+    none on the ranks whose rollouts a tensor-parallel peer submits.
     """
 
     prompts: tuple[int, ...]
@@ -234,8 +235,11 @@ class StepRecord:
 
     step: number of optimizer updates done, this one included. batch: position of the batch in the run.
     ratio_max_dev: largest |ratio - 1| of the first pass. policy_age: updates between rollout and replay.
-    components: mean raw score per reward component. skipped: the gradient was not finite, nothing was
-    changed.
+    components: mean raw score per reward component. skipped: nothing was changed, because the gradient was
+    not finite or no replayed step reached a trained expert. replayed_steps: S of the loss constant P*G*S;
+    replayed_per_expert: the same by routed expert; frozen_steps: those of them routed to a frozen expert,
+    which run no forward. replayed_samples: valid samples x steps x passes that the ratio statistics are
+    over; without any, ratio_mean and ratio_max_dev are nan.
     """
 
     step: int
@@ -266,3 +270,5 @@ class StepRecord:
     components: Mapping[str, float] = field(default_factory=dict[str, float])
     replayed_per_expert: Mapping[str, int] = field(default_factory=dict[str, int])
     skipped: bool = False
+    frozen_steps: int = 0
+    replayed_samples: int = 0

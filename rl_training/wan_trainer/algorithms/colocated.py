@@ -8,7 +8,15 @@ from dataclasses import replace
 
 import torch
 
-from wan_trainer.algorithms.protocols import Communicator, Conditioner, Decoder, Observer, PhaseClock, Policy
+from wan_trainer.algorithms.protocols import (
+    Communicator,
+    Conditioner,
+    Decoder,
+    Observer,
+    Peers,
+    PhaseClock,
+    Policy,
+)
 from wan_trainer.config.specs import SamplerSpec
 from wan_trainer.sampling.sampler import sample
 from wan_trainer.sampling.schedule import replay_steps
@@ -22,6 +30,7 @@ from wan_trainer.types import (
     RewardRequest,
     Rollout,
     SampleId,
+    Trajectory,
     Wave,
 )
 
@@ -30,7 +39,9 @@ class ColocatedRollouts:
     """A `RolloutSource` in the training process: condition, sample, decode, submit, chunk by chunk.
 
     grid: (T+1,) sigmas. latent_shape: (C, F, h, w). chunk_size: rollouts per batched call. prompts_per_wave:
-    global prompts whose rewards are gathered together; it divides the batch.
+    global prompts whose rewards are gathered together; it divides the batch. peers: the ranks that share this
+    rank's rollouts, None when there are none. Their leader alone conditions, decodes, submits and observes:
+    the others need no reward, and their rollouts come back without a submission.
     """
 
     def __init__(
@@ -39,7 +50,7 @@ class ColocatedRollouts:
         policy: Policy,
         condition: Conditioner,
         decode: Decoder,
-        reward: Reward,
+        reward: Reward | None,
         sampler: SamplerSpec,
         grid: torch.Tensor,
         latent_shape: Sequence[int],
@@ -50,7 +61,10 @@ class ColocatedRollouts:
         device: torch.device | str,
         clock: PhaseClock,
         observer: Observer,
+        peers: Peers | None = None,
     ) -> None:
+        leads = peers is None or peers.leads
+        assert reward is not None or not leads, "whoever decodes rollouts submits them"
         self._policy = policy
         self._condition = condition
         self._decode = decode
@@ -65,6 +79,8 @@ class ColocatedRollouts:
         self._device = device
         self._clock = clock
         self._observer = observer
+        self._peers = peers
+        self._leads = leads
 
     # no_grad, not inference_mode: autograd refuses to save inference tensors when the steps are replayed.
     @torch.no_grad()
@@ -88,9 +104,11 @@ class ColocatedRollouts:
             for start in range(0, len(ids), self._chunk_size):
                 part = ids[start : start + self._chunk_size]
                 condition = encoded.select([row_of[i.prompt] for i in part])
-                chunk, scoring = self._draw(batch, part, condition, keep)
-                chunks.append(chunk)
-                pending.append(scoring)
+                trajectory = self._draw(batch, part, condition, keep)
+                if self._leads:
+                    pending.append(self._submit(batch, trajectory))
+                # x0 was needed for decoding only; a delayed rollout would carry it for a whole step.
+                chunks.append(Chunk(trajectory=replace(trajectory, x0=None), condition=condition))
             waves.append(Wave(prompts=prompts, chunks=tuple(chunks), pending=tuple(pending)))
         return Rollout(
             batch=batch,
@@ -104,14 +122,17 @@ class ColocatedRollouts:
         prompts = sorted({i.prompt for i in ids})
         frames = torch.stack([batch.first_frames[p] for p in prompts]) if batch.first_frames else None
         with self._clock.span("condition", batch.step):
-            encoded = self._condition([batch.samples[p] for p in prompts], frames)
+            encoded = self._condition([batch.samples[p] for p in prompts], frames) if self._leads else None
+            if self._peers is not None:
+                encoded = self._peers.share(encoded)
+        assert encoded is not None
         return encoded, {prompt: row for row, prompt in enumerate(prompts)}
 
     def _draw(
         self, batch: PromptBatch, ids: Sequence[SampleId], condition: Condition, keep: Sequence[int]
-    ) -> tuple[Chunk, PendingRewards]:
+    ) -> Trajectory:
         with self._clock.span("sample", batch.step):
-            trajectory = sample(
+            return sample(
                 self._policy.velocity,
                 condition,
                 ids,
@@ -121,12 +142,14 @@ class ColocatedRollouts:
                 self._latent_shape,
                 self._device,
             )
+
+    def _submit(self, batch: PromptBatch, trajectory: Trajectory) -> PendingRewards:
+        assert self._reward is not None
         assert trajectory.x0 is not None
         with self._clock.span("decode", batch.step):
             videos = self._decode(trajectory.x0)
-        requests = [RewardRequest(i, batch.samples[i.prompt]) for i in ids]
+        requests = [RewardRequest(i, batch.samples[i.prompt]) for i in trajectory.ids]
         with self._clock.span("submit", batch.step):
             pending = self._reward.submit(videos, requests)
         self._observer.videos(batch, videos, requests)
-        # x0 was needed for decoding only; a delayed rollout would carry it for a whole step.
-        return Chunk(trajectory=replace(trajectory, x0=None), condition=condition), pending
+        return pending

@@ -23,6 +23,10 @@ class Policy(Protocol):
         """Name of the expert that predicts at `sigma`."""
         ...
 
+    def trains_at(self, sigma: float) -> bool:
+        """Whether the velocity at `sigma` depends on a trained parameter; the same on every rank."""
+        ...
+
     def train(self) -> object:
         """Switch to training behaviour (activation checkpointing)."""
         ...
@@ -113,11 +117,28 @@ class Communicator(Protocol):
         ...
 
 
+class Peers(Protocol):
+    """The ranks that compute this rank's rollouts together with it: its tensor-parallel group."""
+
+    @property
+    def leads(self) -> bool:
+        """True on the one rank of the group that conditions, decodes and has its rollouts scored."""
+        ...
+
+    def share(self, condition: Condition | None) -> Condition:
+        """The leader's condition, on every rank of the group; the others pass None."""
+        ...
+
+
 class PhaseClock(Protocol):
     """Times the phases of a step (`recording.clock.Clock`)."""
 
     def span(self, phase: str, step: int) -> AbstractContextManager[None]:
         """Time a block."""
+        ...
+
+    def add(self, phase: str, step: int, started: float, ended: float) -> None:
+        """Record what another process of this machine did between two `time.monotonic()`."""
         ...
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 
 from wan_trainer.distributed.mesh import Mesh
-from wan_trainer.types import UserError
+from wan_trainer.types import Condition, UserError
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,45 @@ class DataParallel:
         return all_reduce(self.mesh, tensor, op)
 
 
+@dataclass(frozen=True)
+class TensorParallelPeers:
+    """The ranks of one tensor-parallel group as an algorithm sees them (`algorithms.protocols.Peers`)."""
+
+    mesh: Mesh
+
+    @property
+    def leads(self) -> bool:
+        """True on tp rank 0."""
+        return self.mesh.tp_rank == 0
+
+    def share(self, condition: Condition | None) -> Condition:
+        """tp rank 0's condition, bit for bit, on every rank of the group.
+
+        Encoders whose kernels are chosen by trial need not agree in the last bit, and peers must: the
+        parameters that each of them holds whole would drift apart.
+        """
+        group = self.mesh.device_mesh.get_group("tp")
+        header: list[dict[str, tuple[torch.Size, torch.dtype]] | None] = [None]
+        own: dict[str, torch.Tensor] = {}
+        if condition is not None:
+            values = ((field.name, getattr(condition, field.name)) for field in fields(condition))
+            own = {name: tensor.contiguous() for name, tensor in values if tensor is not None}
+            header = [{name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}]
+        dist.broadcast_object_list(header, group=group, group_src=0)
+        assert header[0] is not None
+        shared: dict[str, torch.Tensor] = {}
+        for name, (shape, dtype) in header[0].items():
+            if name not in own:
+                own[name] = torch.empty(shape, dtype=dtype, device=self.mesh.device)
+            dist.broadcast(own[name], group=group, group_src=0)
+            shared[name] = own[name]
+        return Condition(**shared)
+
+
 def gather_objects[T](mesh: Mesh, value: T) -> list[T]:
     """The values of all data-parallel ranks, in rank order, on every rank.
 
-    Tensor-parallel peers send the same value.
+    Of tensor-parallel peers the first speaks for all; what the others send is dropped.
     """
     gathered: list[T | None] = [None] * mesh.world
     dist.all_gather_object(gathered, value)

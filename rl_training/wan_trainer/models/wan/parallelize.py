@@ -13,27 +13,45 @@ from torch.utils.checkpoint import checkpoint
 
 from wan_trainer.config.specs import ModelSpec
 from wan_trainer.distributed.mesh import Mesh
+from wan_trainer.models.wan.architecture import check_heads, transformer_shape
+from wan_trainer.models.wan.compiled import compile_blocks
+from wan_trainer.models.wan.liger import use_liger
 from wan_trainer.models.wan.load import DTYPES
 from wan_trainer.models.wan.lora import initialise
 from wan_trainer.models.wan.policy import WanPolicy
+from wan_trainer.models.wan.tensor_parallel import split_over_heads
 from wan_trainer.models.wan.weights import Weights, fill
+from wan_trainer.types import UserError
 
 
 def parallelize(policy: WanPolicy, spec: ModelSpec, mesh: Mesh, seed: int) -> WanPolicy:
-    """Distribute the policy in place: activation checkpointing, then FSDP2; then read weights still on meta.
+    """Distribute the policy in place, then read weights still on meta.
 
-    Always applied, one process included, so that the precision rules never depend on the number of ranks.
-    Names of parameters and state-dict keys are unchanged. `seed` draws adapters still on meta, as in
-    `build_policy`.
+    In this order: tensor parallelism, Liger's norms, activation checkpointing, compilation, FSDP2 or HSDP.
+    FSDP is always applied, one process included, so that the precision rules never depend on the number of
+    ranks; without sharding (`fsdp: false`) every shard group has one rank. Names of parameters and state-dict
+    keys are unchanged. `seed` draws adapters still on meta, as in `build_policy`.
 
     Gradients are the MEAN over the dp ranks (FSDP divides by their number). A loss that is normalised by a
     global constant must therefore be multiplied by `mesh.dp_size` on each rank before `backward`.
+
+    Raises UserError, the same on every rank, when the tp ranks cannot share the attention heads, or when
+    Liger's kernels cannot run here.
     """
-    assert mesh.device_mesh["tp"].size() == 1, "tensor parallelism is refused by the configuration"
+    for expert in policy.experts.values():
+        problem = check_heads(transformer_shape(expert.config), mesh.tp_size)
+        if problem is not None:
+            raise UserError(problem)
     for name, expert in policy.experts.items():
         on_meta = any(parameter.is_meta for parameter in expert.parameters())
+        if mesh.tp_size > 1:
+            split_over_heads(expert, mesh.device_mesh["tp"])
+        if spec.use_liger_kernel:
+            use_liger(expert, mesh.device)
         if spec.gradient_checkpointing:
             checkpoint_activations(expert)
+        if spec.compile_backend is not None:
+            compile_blocks(expert, spec.compile_backend, spec.compile_mode)
         shard(expert, dp_mesh(mesh), DTYPES[spec.param_dtype], DTYPES[spec.reduce_dtype])
         if on_meta:
             fill(expert, Weights(spec.path / name), mesh.device)

@@ -1,0 +1,165 @@
+"""One GRPO update, its gradients and its checkpoints are the same on every layout of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rl_training.tests.distributed.layouts import CASES, GROUP, LAYOUTS, PROMPTS, Setup, build, lay_out, whole
+from rl_training.tests.ranks import run_ranks
+from wan_trainer.distributed.collectives import barrier
+from wan_trainer.distributed.mesh import init_mesh
+from wan_trainer.training.checkpoint import TrainState, load_checkpoint, save_checkpoint
+
+ROLLOUTS = PROMPTS * GROUP
+PAIRS = ("fsdp2", "replicas2", "tp2")
+FOURS = ("fsdp4", "hsdp2x2", "tp2 x fsdp2")
+# Compilation takes seconds a layout: each kind of sharding is compiled once.
+JOBS: dict[int, list[tuple[str, str]]] = {
+    1: [("alone", case) for case in CASES],
+    2: [(layout, case) for layout in PAIRS for case in ("whole", "in waves", "lora")],
+    4: [(layout, case) for layout in FOURS for case in ("whole", "in waves", "lora")]
+    + [("tp2 x fsdp2", "compiled"), ("tp2 x replicas2", "whole")],
+}
+MOVES: dict[int, list[tuple[str, str]]] = {
+    1: [(saved, "alone") for saved in (*PAIRS, *FOURS)],
+    2: [("alone", layout) for layout in PAIRS],
+    4: [(saved, layout) for saved in ("alone", "tp2") for layout in FOURS],
+}
+"""Checkpoints saved on one layout and loaded on another."""
+
+
+def train_and_save(path: Path, out: Path, jobs: list[tuple[str, str]], moves: list[tuple[str, str]]) -> Any:
+    """Updates and checkpoints of one launch; what rank 0 knows whole goes to `out`."""
+    mesh = init_mesh("cpu", 60.0)
+    reports = {}
+    for layout, case in jobs:
+        setup = build(path, lay_out(mesh, layout), CASES[case])
+        record = setup.update()
+        reports[layout, case] = {
+            **record,
+            "submissions": setup.reward.calls,
+            "decoded": sum(setup.decoded),
+        }
+        if mesh.rank == 0:
+            np.savez(out / f"{layout}-{case}.npz", **_arrays(setup.updater.gradient))
+        if case == "whole":
+            _save(setup, out, layout)
+    barrier(mesh)
+    differences = {}
+    for saved, layout in moves:
+        setup = build(path, lay_out(mesh, layout), CASES["whole"])
+        checkpoint = out / f"saved-{saved}" / "checkpoint-1"
+        load_checkpoint(checkpoint, setup.policy, setup.updater.optimizer, setup.mesh)
+        expected = np.load(out / f"state-{saved}.npz")
+        found = _arrays(_state(setup))
+        assert found.keys() == set(expected.files)
+        differences[saved, layout] = [n for n in found if not np.array_equal(found[n], expected[n])]
+    return reports, differences
+
+
+def _save(setup: Setup, out: Path, layout: str) -> None:
+    mesh = setup.mesh
+    state = TrainState(1, 0, 1, 1, 0, mesh.world, None, {})
+    save_checkpoint(out / f"saved-{layout}", state, setup.policy, setup.updater.optimizer, mesh, keep=0)
+    values = _arrays(_state(setup))
+    if mesh.rank == 0:
+        np.savez(out / f"state-{layout}.npz", **values)
+
+
+def _state(setup: Setup) -> dict[str, torch.Tensor]:
+    """All weights and AdamW state, whole."""
+    state: dict[str, torch.Tensor] = {}
+    for name, parameter in setup.policy.named_parameters():
+        state[name] = whole(parameter)
+        for key, value in setup.updater.optimizer.state[parameter].items():
+            state[f"{name}/{key}"] = whole(value)
+    return state
+
+
+def _arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Reports of every job on each rank of its launch, and differences of every move."""
+
+    reports: dict[tuple[str, str], list[dict[str, Any]]]
+    differences: dict[tuple[str, str], list[str]]
+    out: Path
+
+    def gradient(self, layout: str, case: str) -> dict[str, np.ndarray]:
+        return dict(np.load(self.out / f"{layout}-{case}.npz"))
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_a14b: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """One launch for each number of ranks, and one that brings all checkpoints back to one rank."""
+    out = tmp_path_factory.mktemp("layouts")
+    reports: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    differences: dict[tuple[str, str], list[str]] = {}
+    for world, jobs, moves in (
+        (1, JOBS[1], []),
+        (2, JOBS[2], MOVES[2]),
+        (4, JOBS[4], MOVES[4]),
+        (1, [], MOVES[1]),
+    ):
+        ranks = run_ranks(world, train_and_save, tiny_a14b, out, jobs, moves)
+        for job in jobs:
+            reports[job] = [reported[job] for reported, _ in ranks]
+        for move in moves:
+            differences[move] = [name for _, moved in ranks for name in moved[move]]
+    return Trained(reports, differences, out)
+
+
+@pytest.mark.parametrize(("layout", "case"), [job for world in (1, 2, 4) for job in JOBS[world]])
+def test_an_update_is_that_of_one_rank(trained: Trained, layout: str, case: str) -> None:
+    base = "lora" if case == "lora" else "whole"
+    (alone,) = trained.reports["alone", base]
+    for report in trained.reports[layout, case]:
+        # Other chunks in replay than in the rollout are other batch shapes for the kernels.
+        assert report["ratio_max_dev"] <= (1e-6 if case == "in waves" else 0)
+        assert report["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
+        assert report["policy_loss"] == pytest.approx(alone["policy_loss"], abs=1e-6)
+        same = ("reward_mean", "reward_std", "advantage_abs_mean", "replayed_per_expert", "lr", "skipped")
+        assert [report[key] for key in same] == [alone[key] for key in same]
+    reference, gradient = trained.gradient("alone", base), trained.gradient(layout, case)
+    assert gradient.keys() == reference.keys()
+    for name, expected in reference.items():
+        norm = np.linalg.norm(expected)
+        assert norm > 0, name
+        assert np.linalg.norm(gradient[name] - expected) <= 1e-5 * norm, name
+    norm = np.sqrt(sum(np.square(array, dtype=np.float64).sum() for array in gradient.values()))
+    assert report["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_both_experts_are_trained_and_are_not_the_same(trained: Trained) -> None:
+    gradient = trained.gradient("tp2 x fsdp2", "whole")
+    high = [name for name in gradient if name.startswith("transformer.")]
+    assert len(high) * 2 == len(gradient)
+    for name in high:
+        other = gradient[name.replace("transformer.", "transformer_2.")]
+        assert not np.allclose(gradient[name], other, rtol=1e-2), name
+
+
+@pytest.mark.parametrize(("layout", "case"), [job for world in (1, 2, 4) for job in JOBS[world]])
+def test_only_the_first_of_tensor_parallel_peers_decodes_and_submits(
+    trained: Trained, layout: str, case: str
+) -> None:
+    tp = LAYOUTS[layout][2]
+    for rank, report in enumerate(trained.reports[layout, case]):
+        share = ROLLOUTS * tp // len(trained.reports[layout, case])
+        assert report["decoded"] == (share if rank % tp == 0 else 0)
+        assert (report["submissions"] > 0) == (rank % tp == 0)
+
+
+@pytest.mark.parametrize(("saved", "layout"), [move for moves in MOVES.values() for move in moves])
+def test_checkpoints_move_between_layouts_bit_for_bit(trained: Trained, saved: str, layout: str) -> None:
+    assert trained.differences[saved, layout] == []
