@@ -7,4 +7,11 @@ import os
 # Before torch is imported anywhere: OpenMP barriers on a busy machine stall tests ten times over.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
+
 from rl_training.tests.tiny_fixtures import *  # noqa: F403
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests first: at the end one worker would run them while the other has nothing left."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)

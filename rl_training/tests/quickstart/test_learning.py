@@ -22,10 +22,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return build(tmp_path_factory.mktemp("world"))
 
 
-def _scores(world: World, run: Path, *overrides: str) -> list[float]:
-    """Raw score of every step of a run of two ranks through the launcher."""
+def _scores(world: World, run: Path, *overrides: str, ranks: int) -> list[float]:
+    """Raw score of every step of a run through the launcher."""
     launcher = trainer_root().parent / "scripts" / "train" / "grpo_multinode.fish"
-    command = ["fish", str(launcher), "--nproc", "2", "--config", "configs/quickstart.yaml"]
+    command = ["fish", str(launcher), "--nproc", str(ranks), "--config", "configs/quickstart.yaml"]
     command += ["--device", "cpu", *world.overrides, "--output_dir", str(run)]
     command += ["--vbvr_reward_tmp_dir", str(run.parent / "scratch"), "--max_steps", str(STEPS)]
     command += ["--save_steps", "0", "--rollout_video_every_steps", "0", *overrides]
@@ -48,18 +48,18 @@ def _first_and_last_fifth(scores: list[float]) -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_the_reward_rises(world: World, tmp_path: Path) -> None:
-    first, last = _first_and_last_fifth(_scores(world, tmp_path / "run"))
+    first, last = _first_and_last_fifth(_scores(world, tmp_path / "run", ranks=2))
     assert last > first + 0.08, "half as long a run as the quickstart's, which rises by 0.15 and more"
 
 
 @pytest.mark.slow
 def test_without_a_learning_rate_nothing_rises(world: World, tmp_path: Path) -> None:
-    first, last = _first_and_last_fifth(_scores(world, tmp_path / "run", "--learning_rate", "0"))
+    first, last = _first_and_last_fifth(_scores(world, tmp_path / "run", "--learning_rate", "0", ranks=1))
     assert abs(last - first) <= 0.03
 
 
 @pytest.mark.slow
 def test_with_the_reward_negated_the_score_falls(world: World, tmp_path: Path) -> None:
     negated = ["--reward_weights", json.dumps({"score": -1})]
-    first, last = _first_and_last_fifth(_scores(world, tmp_path / "run", *negated))
+    first, last = _first_and_last_fifth(_scores(world, tmp_path / "run", *negated, ranks=1))
     assert last < first - 0.03
