@@ -66,11 +66,21 @@ class Field(nn.Module):
 
         self.mix = nn.ParameterDict({name: draw(3, 3) for name in ("transformer", "transformer_2")})
         self.text = nn.ParameterDict({name: draw(3, 5) for name in ("transformer", "transformer_2")})
+        self.frozen: set[str] = set()
         self.calls: list[tuple[float, int, bool]] = []
         self.sigma_offset = 0.0
 
     def expert_for(self, sigma: float) -> str:
         return "transformer" if sigma >= 0.9 else "transformer_2"
+
+    def freeze(self, expert: str) -> None:
+        """Leave an expert out of training."""
+        self.frozen.add(expert)
+        for weights in (self.mix, self.text):
+            weights[expert].requires_grad_(False)
+
+    def trains_at(self, sigma: float) -> bool:
+        return self.expert_for(sigma) not in self.frozen
 
     def velocity(self, x_t: torch.Tensor, sigma: float, condition: Condition) -> torch.Tensor:
         self.calls.append((sigma, len(x_t), torch.is_grad_enabled()))
@@ -97,6 +107,9 @@ class Events:
     def rewards(self, batch: PromptBatch, table: RewardTable) -> None:
         self.log.append("rewards")
         self.tables.append(table)
+
+    def add(self, phase: str, step: int, started: float, ended: float) -> None:
+        self.log.append(phase)
 
     @contextlib.contextmanager
     def span(self, phase: str, step: int) -> Iterator[None]:
@@ -144,15 +157,17 @@ class Sgd:
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
             for name, p in self.policy.named_parameters()
         }
+        reached = any(p.grad is not None for p in self.policy.parameters())
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
-        if math.isfinite(norm):
+        applied = math.isfinite(norm) and reached
+        if applied:
             self.gradients.append(gradient)
             with torch.no_grad():
                 for name, p in self.policy.named_parameters():
                     p -= self.lr * gradient[name]
         self.updates += 1
         self.zero_grad()
-        return Applied(grad_norm=norm, lr=self.lr, skipped=not math.isfinite(norm))
+        return Applied(grad_norm=norm, lr=self.lr, skipped=not applied)
 
 
 @dataclass

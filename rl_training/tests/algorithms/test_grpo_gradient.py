@@ -1,5 +1,6 @@
 """The gradient of GRPO against an independent computation, and what it must not depend on."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -17,9 +18,10 @@ from rl_training.tests.algorithms.parts import (
     relative_difference,
     without,
 )
+from wan_trainer.algorithms.ratio_gate import RatioGateError
 from wan_trainer.sampling.noise import initial_noise, step_noise
 from wan_trainer.sampling.schedule import replay_steps, sigmas
-from wan_trainer.types import SampleId
+from wan_trainer.types import Condition, Rollout, SampleId
 
 KINDS = ["flowcps", "dancegrpo", "flowgrpo"]
 
@@ -161,3 +163,132 @@ def test_kl_loss_is_the_mean_squared_distance_of_means() -> None:
             count += len(x)
     record = setup.algorithm.update(rollout)
     assert record is not None and record.kl_loss == pytest.approx(total / count, rel=1e-4)
+
+
+def _kl_gradient(
+    kind: str, rollout: Rollout, missing: tuple[tuple[int, int], ...]
+) -> dict[str, torch.Tensor]:
+    """In float64: sum of mean((c * (v - v_ref))^2) / weight over valid samples and steps, over P * G * S.
+
+    c is the derivative of the transition's mean in the velocity, written out per transition kind; weight is
+    2 * std^2 for the Gaussian ones, 1 for flowcps.
+    """
+    policy, frozen = Field().double(), Field(seed=1).double()
+    policy.train()
+    frozen.train()
+    total, terms = torch.zeros((), dtype=torch.float64), 0
+    for wave in rollout.waves:
+        for chunk in wave.chunks:
+            trajectory, text = chunk.trajectory, chunk.condition.text.double()
+            for step in trajectory.steps:
+                s, s1 = step.sigma, step.sigma_next
+                x = trajectory.latents[step.index].double()
+                condition = Condition(text)
+                change = policy.velocity(x, s, condition) - frozen.velocity(x, s, condition).detach()
+                eta = trajectory.eta.double()[0]
+                if kind == "flowcps":
+                    slope, weight = -(1 - s1) * s + s1 * torch.cos(eta * torch.pi / 2) * (1 - s), 1.0
+                else:
+                    level = s if s < 1 else s1
+                    g2 = eta**2 if kind == "dancegrpo" else eta**2 * level / (1 - level)
+                    dt = s1 - s
+                    slope, weight = dt + 0.5 * g2 * dt * (1 - s) / s, 2 * g2 * -dt
+                divergence = (slope * change).square().flatten(1).mean(1) / weight
+                valid = torch.tensor([(i.prompt, i.member) not in missing for i in trajectory.ids])
+                total = total + torch.where(valid, divergence, 0.0).sum()
+                terms += len(trajectory.ids)
+    (total / terms).backward()
+    return {name: p.grad.float() for name, p in policy.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kl_gradient_equals_the_formula_in_float64_for_every_chunk_size(kind) -> None:
+    missing = ((1, 2),)
+    sampler = replace(SAMPLER, kind=kind, eta=0.6)
+    grpo = replace(GRPO, reward_max_error_rate=0.5, ratio_gate_tolerance=1e-4)
+    for chunk in (4, 1, 3, 8):
+        gradients, records = [], []
+        for coefficient in (0.0, 2.0):
+            spec = replace(grpo, kl_coeff=coefficient, train_sample_batch_size=chunk)
+            reference = _inference(Field(seed=1)) if coefficient else None
+            setup = build(sampler=sampler, grpo=spec, alter=without(*missing), reference=reference)
+            batch = make_batch()
+            rollout = setup.algorithm.prepare(batch, batch.step)
+            records.append(setup.algorithm.update(rollout))
+            gradients.append(setup.updater.gradients[-1])
+        expected = _kl_gradient(kind, rollout, missing)
+        measured = {name: (gradients[1][name] - gradients[0][name]) / 2.0 for name in gradients[0]}
+        assert relative_difference(measured, expected) < 1e-4, (kind, chunk)
+        assert records[0].kl_loss == 0 and records[1].kl_loss > 0
+
+
+def test_the_reference_is_asked_before_the_policy_and_without_gradients() -> None:
+    """A reference that shares the policy's modules must not come between a forward and its backward."""
+    reference, policy = Field(seed=1), Field()
+    reference.eval()
+    order: list[str] = []
+
+    def velocity(*arguments, **options):
+        order.append("reference")
+        assert not torch.is_grad_enabled()
+        return reference.velocity(*arguments, **options)
+
+    original = policy.velocity
+
+    def traced(*arguments, **options):
+        order.append("policy")
+        return original(*arguments, **options)
+
+    policy.velocity = traced
+    setup = build(policy=policy, grpo=replace(GRPO, kl_coeff=1.0), reference=velocity)
+    batch = make_batch()
+    rollout = setup.algorithm.prepare(batch, batch.step)
+    order.clear()
+    setup.algorithm.update(rollout)
+    assert order == ["reference", "policy"] * (len(order) // 2) and order
+
+
+def test_steps_of_a_frozen_expert_run_no_forward_and_keep_the_constant() -> None:
+    """What the other expert learns is bit for bit what it learns when both are trained."""
+    both, half = build(), build()
+    half.policy.freeze("transformer")
+    batch = make_batch()
+    kept = replay_steps(6, 0.6, SAMPLER.seed, batch.step)
+    levels = [sigmas(6, 3.0).tolist()[i] for i in kept]
+    assert {both.policy.expert_for(s) for s in levels} == {"transformer", "transformer_2"}
+    records = {}
+    for setup in (both, half):
+        rollout = setup.algorithm.prepare(batch, batch.step)
+        setup.policy.calls.clear()
+        records[setup is half] = setup.algorithm.update(rollout)
+    low = [s for s in levels if both.policy.expert_for(s) == "transformer_2"]
+    assert [s for s, _, _ in half.policy.calls] == low * 2
+    for name, gradient in half.updater.gradients[-1].items():
+        expected = both.updater.gradients[-1][name]
+        assert torch.equal(gradient, expected if name.endswith("transformer_2") else 0 * expected), name
+    record = records[True]
+    assert record.replayed_steps == len(kept) and record.frozen_steps == len(kept) - len(low)
+    assert record.replayed_samples == 8 * len(low) and record.ratio_max_dev == 0 and record.ratio_mean == 1
+    assert records[False].frozen_steps == 0 and records[False].replayed_samples == 8 * len(kept)
+    # Each expert that is trained still ends with a reduction.
+    assert half.updater.syncs.count(True) == 1 and len(half.updater.syncs) == 2 * len(low)
+
+
+def test_a_rollout_of_frozen_steps_only_changes_nothing_and_leaves_the_gate_to_the_next() -> None:
+    sampler = replace(SAMPLER, replay_ratio=0.2)
+    grid = sigmas(6, 3.0).tolist()
+    noise = {step: grid[replay_steps(6, 0.2, SAMPLER.seed, step)[0]] for step in range(50)}
+    high = next(step for step, sigma in noise.items() if sigma >= 0.9)
+    low = next(step for step, sigma in noise.items() if sigma < 0.9)
+    setup = build(sampler=sampler, lr=0.1)
+    setup.policy.freeze("transformer")
+    before = {name: p.detach().clone() for name, p in setup.policy.named_parameters()}
+    record = setup.algorithm.update(setup.algorithm.prepare(make_batch(step=high), high))
+    assert record is not None and record.skipped and record.policy_version == 0
+    assert record.frozen_steps == record.replayed_steps == 1 and record.replayed_samples == 0
+    assert math.isnan(record.ratio_mean) and math.isnan(record.ratio_max_dev), "nobody computed a ratio"
+    assert all(torch.equal(before[name], p) for name, p in setup.policy.named_parameters())
+    # The policy is still the one of the start, so a replay that differs is still found.
+    setup.policy.sigma_offset = 1e-3
+    with pytest.raises(RatioGateError):
+        setup.algorithm.update(setup.algorithm.prepare(make_batch(step=low), low))

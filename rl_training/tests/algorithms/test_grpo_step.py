@@ -131,7 +131,11 @@ def test_the_error_rate_is_of_the_whole_step_not_of_a_wave() -> None:
 def test_fail_on_reward_error_stops_at_the_first() -> None:
     grpo = replace(GRPO, fail_on_reward_error=True, reward_max_error_rate=1.0)
     with pytest.raises(RunFailure, match=r"1 of 8 .*vbvr_reward_fail_on_error"):
-        step(build(alter=without((1, 3), error="judge: broken JSON"), grpo=grpo))
+        step(build(alter=without((1, 3)), grpo=grpo))
+    judge = replace(grpo, fail_on_reward_error_key="vlm_reward_fail_on_error")
+    with pytest.raises(RunFailure, match=r"1 of 8 .*vlm_reward_fail_on_error allows none") as caught:
+        step(build(alter=without((1, 3), error="judge: broken JSON"), grpo=judge))
+    assert "vbvr" not in str(caught.value)
     assert step(build(grpo=grpo)).step == 1
 
 

@@ -17,18 +17,20 @@ from rl_training.tests.models.families import FRAMES, HEIGHT, WIDTH, images, mod
 from rl_training.tests.ranks import run_ranks
 from wan_trainer.algorithms.colocated import ColocatedRollouts
 from wan_trainer.algorithms.grpo import Grpo
-from wan_trainer.config.specs import Family, GrpoSpec, SamplerSpec
+from wan_trainer.config.specs import Family, GrpoSpec, LoraSpec, SamplerSpec
 from wan_trainer.distributed.collectives import all_reduce, gather_objects
 from wan_trainer.distributed.mesh import Mesh, init_mesh
 from wan_trainer.models.wan.conditioning import condition_prompts
 from wan_trainer.models.wan.load import WanComponents, load_wan
 from wan_trainer.models.wan.parallelize import parallelize
 from wan_trainer.models.wan.policy import WanPolicy, build_policy
+from wan_trainer.models.wan.reference import build_reference
 from wan_trainer.models.wan.vae import decode
 from wan_trainer.sampling.schedule import sigmas
 from wan_trainer.types import Condition, PromptBatch, Sample, StepRecord
 
 WAN_SAMPLER = replace(SAMPLER, num_steps=4, replay_ratio=1.0)
+LORA = LoraSpec(rank=4, alpha=8.0, target_modules=("to_q", "to_v"), module_prefix=None)
 WAN_GRPO = replace(GRPO, group_size=4, sample_batch_size=2, train_sample_batch_size=2)
 
 
@@ -83,10 +85,16 @@ class Collect:
 def build(
     path: Path, family: Family, mesh: Mesh, sampler: SamplerSpec, grpo: GrpoSpec, count: int, **changes: Any
 ) -> tuple[Grpo, Collect]:
-    always = bool(changes.pop("always", False))
+    always, moved = bool(changes.pop("always", False)), bool(changes.pop("moved", False))
+    grpo = replace(grpo, kl_coeff=changes.pop("kl_coeff", 0.0))
     spec = model_spec(path, family, **changes)
     components = load_wan(spec, "cpu")
     policy = parallelize(build_policy(components, spec, sampler.cfg_scale, seed=0), spec, mesh, seed=0)
+    reference = build_reference(components, policy, spec, mesh, seed=0) if grpo.kl_coeff else None
+    if moved:
+        with torch.no_grad():
+            for name, parameter in policy.trainable():
+                parameter.mul_(1.02).add_(0.1 if "lora_" in name else 1e-3)
     updater, events, ranks = Collect(policy, always), Events(), Ranks(mesh)
     rollouts = ColocatedRollouts(
         policy=policy,
@@ -115,6 +123,7 @@ def build(
         sampler=sampler,
         accumulation=1,
         device=torch.device("cpu"),
+        reference=reference,
     )
     return algorithm, updater
 
@@ -134,8 +143,17 @@ def one_step(
     algorithm, updater = build(path, family, mesh, sampler, grpo, count, **changes)
     frames = {} if family == "t2v-1.3b" else dict(enumerate(images(count)))
     batch = PromptBatch(step=1, epoch=0, samples=tuple(prompts(count)), first_frames=frames)
-    record = algorithm.update(algorithm.prepare(batch, 1))
-    assert record is not None
+    rollout = algorithm.prepare(batch, 1)
+    forwards: list[int] = []
+    hooks = [
+        expert.register_forward_pre_hook(lambda *_: forwards.append(1))
+        for name, expert in updater.policy.experts.items()
+        if name not in {trained.split(".")[0] for trained, _ in updater.policy.trainable()}
+    ]
+    record = algorithm.update(rollout)
+    for hook in hooks:
+        hook.remove()
+    assert record is not None and not forwards, "a frozen expert computed in the replay"
     return record, updater.gradient
 
 
@@ -178,10 +196,12 @@ def trained(directories: dict[Family, Path], tmp_path_factory: pytest.TempPathFa
         "one prompt a rank": ("ti2v-5b", 2, WAN_SAMPLER, {"always": True}),
         "shared prompt": ("ti2v-5b", 1, WAN_SAMPLER, {"gradient_checkpointing": True}),
         "two experts": ("i2v-a14b", 1, WAN_SAMPLER, {}),
+        "kl": ("i2v-a14b", 1, WAN_SAMPLER, {"kl_coeff": 50.0, "moved": True}),
+        "kl of adapters": ("ti2v-5b", 1, WAN_SAMPLER, {"kl_coeff": 50.0, "moved": True, "lora": LORA}),
     }
     only_alone = {
         "bf16 flowcps": ("ti2v-5b", 1, narrow, bf16),
-        "bf16 dancegrpo": ("i2v-a14b", 1, sde, bf16),
+        "bf16 dancegrpo": ("i2v-a14b", 1, sde, {**bf16, "kl_coeff": 50.0}),
         "bf16 flowgrpo": ("t2v-1.3b", 1, grpo_sde, bf16),
         "frozen expert": ("i2v-a14b", 1, WAN_SAMPLER, {"train_experts": "low"}),
     }
@@ -198,7 +218,9 @@ def trained(directories: dict[Family, Path], tmp_path_factory: pytest.TempPathFa
     return Trained(alone, {name: [records[name] for records in pair] for name in both}, out)
 
 
-@pytest.mark.parametrize("case", ["one prompt a rank", "shared prompt", "two experts"])
+@pytest.mark.parametrize(
+    "case", ["one prompt a rank", "shared prompt", "two experts", "kl", "kl of adapters"]
+)
 def test_one_rank_and_two_agree_in_rewards_and_gradients(trained: Trained, case: str) -> None:
     keys = ("reward_mean", "reward_std", "advantage_abs_mean", "replayed_per_expert", "zero_std_groups")
     for record in (trained.alone[case], *trained.pair[case]):
@@ -225,8 +247,23 @@ def test_replay_in_bfloat16_keeps_the_ratio_within_a_millionth(trained: Trained,
     assert record["ratio_max_dev"] < 1e-6 and record["grad_norm"] > 0
 
 
-def test_a_frozen_expert_is_replayed_without_a_gradient(trained: Trained) -> None:
+@pytest.mark.parametrize("case", ["kl", "kl of adapters"])
+def test_the_divergence_from_the_start_is_the_same_on_two_ranks(trained: Trained, case: str) -> None:
+    record = trained.alone[case]
+    assert record["kl_loss"] > 1e-5
+    assert [other["kl_loss"] for other in trained.pair[case]] == pytest.approx(
+        [record["kl_loss"]] * 2, rel=1e-5
+    )
+
+
+def test_the_start_does_not_diverge_from_itself(trained: Trained) -> None:
+    record = trained.alone["bf16 dancegrpo"]
+    assert record["kl_loss"] == 0.0 and record["grad_norm"] > 0
+
+
+def test_a_frozen_expert_is_not_replayed(trained: Trained) -> None:
     record = trained.alone["frozen expert"]
     assert record["replayed_per_expert"] == {"transformer": 2, "transformer_2": 1}
+    assert record["frozen_steps"] == 2 and record["replayed_samples"] == 4
     assert record["ratio_max_dev"] == 0 and record["grad_norm"] > 0
     assert {name.split(".")[0] for name in trained.gradient("frozen expert", 1)} == {"transformer_2"}

@@ -57,13 +57,28 @@ def offloaded(load: Callable[..., Loaded], family: str) -> WanComponents:
 def test_the_text_encoder_is_on_the_device_only_while_it_encodes(load: Callable[..., Loaded]) -> None:
     components = offloaded(load, "t2v-1.3b")
     before = content(components.text_encoder)
-    with watched(components.text_encoder) as seen, watched(components.vae) as elsewhere:
-        text = encode_prompts(components, [sample.prompt for sample in prompts(2)])
-    assert text.device.type == "meta", "the encoding stays on the device"
+    # The encoder looks at the values of its attention mask, which the meta device has not.
+    with (
+        watched(components.text_encoder) as seen,
+        watched(components.vae) as elsewhere,
+        pytest.raises(RuntimeError, match="meta tensors"),
+    ):
+        encode_prompts(components, [sample.prompt for sample in prompts(2)])
     assert seen and all(place == {"meta"} for place in seen)
     assert elsewhere == [] and places(components.vae) == {"cpu"}
     after = content(components.text_encoder)
     assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in zip(before, after, strict=True))
+
+
+def test_a_tied_embedding_is_copied_once(load: Callable[..., Loaded]) -> None:
+    components = offloaded(load, "t2v-1.3b")
+    encoder = components.text_encoder
+    assert encoder.shared.weight is encoder.encoder.embed_tokens.weight
+    with components.resident(encoder):
+        assert places(encoder) == {"meta"}
+        assert encoder.shared.weight is encoder.encoder.embed_tokens.weight
+        assert not any(parameter.requires_grad for parameter in encoder.parameters())
+    assert places(encoder) == {"cpu"}
 
 
 @pytest.mark.parametrize("family", ["ti2v-5b", "i2v-a14b"])

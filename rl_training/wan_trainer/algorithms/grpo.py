@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from wan_trainer.algorithms.protocols import (
     UpdateResult,
 )
 from wan_trainer.algorithms.ratio_gate import check_ratio_gate
-from wan_trainer.algorithms.replay import Replayer, ScoredWave
-from wan_trainer.algorithms.rewards_table import RewardCensus, gather_rewards, reward_tensors
+from wan_trainer.algorithms.replay import Replayer, ScoredWave, trained_positions
+from wan_trainer.algorithms.rewards_table import RewardCensus, gather_rewards, own_rewards, reward_tensors
 from wan_trainer.algorithms.statistics import (
     ReplayStatistics,
     ReplaySummary,
@@ -28,6 +29,7 @@ from wan_trainer.algorithms.statistics import (
 )
 from wan_trainer.config.specs import GrpoSpec, SamplerSpec
 from wan_trainer.objectives.advantages import flat_groups, group_advantages
+from wan_trainer.objectives.surrogate import policy_loss
 from wan_trainer.sampling.noise import group_eta
 from wan_trainer.sampling.sampler import Velocity
 from wan_trainer.types import PromptBatch, Rollout, SampleId, StepRecord, StoredStep, Wave
@@ -84,7 +86,13 @@ class Grpo:
         self._accumulation = accumulation
         self._device = device
         self._replayer = Replayer(
-            policy, reference, updater, sampler.kind, grpo.kl_coeff, grpo.train_sample_batch_size
+            policy,
+            reference,
+            updater,
+            sampler.kind,
+            grpo.kl_coeff,
+            grpo.train_sample_batch_size,
+            policy_loss(grpo.loss),
         )
         self._window: list[_Replayed] = []
         self._busy_s = 0.0
@@ -157,11 +165,18 @@ class Grpo:
         batch, spec = replayed.rollout.batch, self._grpo
         started = time.monotonic()
         with self._clock.span("reward_wait", batch.step):
-            table = gather_rewards(wave, batch.step, spec.group_size, self._communicator)
+            own = own_rewards(wave)
+            table = gather_rewards(own, wave.prompts, batch.step, spec.group_size, self._communicator)
+        for result in own:
+            if result.ended > result.started:
+                self._clock.add("score", batch.step, result.started, result.ended)
         replayed.reward_wait_s += time.monotonic() - started
         self._observer.rewards(batch, table)
         replayed.census.add(table)
-        replayed.census.check(spec.reward_max_error_rate, spec.fail_on_reward_error)
+        replayed.census.check(
+            spec.reward_max_error_rate,
+            spec.fail_on_reward_error_key if spec.fail_on_reward_error else None,
+        )
         rewards, valid = reward_tensors(table)
         advantages = group_advantages(rewards, valid, spec.adv_clip_max)
         silent = flat_groups(rewards, valid)
@@ -207,7 +222,9 @@ class Grpo:
         samples = [summary.samples for summary in passes]
         terms = len(batch.samples) * spec.group_size * len(window[-1].steps) * len(passes)
         reward_wait_s = sum(replayed.reward_wait_s for replayed in window)
-        experts = [self._policy.expert_for(step.sigma) for replayed in window for step in replayed.steps]
+        steps = [step for replayed in window for step in replayed.steps]
+        experts = [self._policy.expert_for(step.sigma) for step in steps]
+        evaluated = len(trained_positions(self._policy, steps))
         step_s, self._busy_s = self._busy_s, 0.0
         return StepRecord(
             step=self._updater.updates,
@@ -220,8 +237,9 @@ class Grpo:
             reward_valid_fraction=census.valid_fraction,
             zero_std_groups=sum(replayed.flat_groups for replayed in window),
             advantage_abs_mean=_advantage_abs_mean(window),
-            ratio_mean=mean_over_samples([summary.ratio for summary in passes], samples),
-            ratio_max_dev=max(max(replayed.passes[0].deviation) for replayed in window),
+            # A ratio of 1 that nobody computed would read as a check that passed.
+            ratio_mean=mean_over_samples([s.ratio for s in passes], samples) if evaluated else math.nan,
+            ratio_max_dev=max(max(r.passes[0].deviation) for r in window) if evaluated else math.nan,
             clip_fraction=mean_over_samples([summary.clipped for summary in passes], samples),
             approx_kl=mean_over_samples([summary.kl_estimate for summary in passes], samples),
             policy_age=max(replayed.age for replayed in window),
@@ -238,6 +256,8 @@ class Grpo:
             components=census.components,
             replayed_per_expert={name: experts.count(name) for name in sorted(set(experts))},
             skipped=any(result.skipped for result in results),
+            frozen_steps=len(steps) - evaluated,
+            replayed_samples=round(sum(map(sum, samples))),
         )
 
 

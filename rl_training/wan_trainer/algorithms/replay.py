@@ -10,8 +10,8 @@ import torch
 from wan_trainer.algorithms.protocols import Policy, Updater
 from wan_trainer.algorithms.rechunk import rechunk
 from wan_trainer.algorithms.statistics import ReplayStatistics
-from wan_trainer.config.specs import TransitionKind
-from wan_trainer.objectives.surrogate import clipped_surrogate, ratio_statistics
+from wan_trainer.config.specs import TransitionChoice
+from wan_trainer.objectives.surrogate import PolicyLoss, clipped_surrogate, ratio_statistics
 from wan_trainer.sampling.sampler import Velocity, free_mask, replay_transition, stored_log_prob
 from wan_trainer.sampling.transitions import kl
 from wan_trainer.types import Chunk, SampleId, StoredStep, Wave
@@ -43,17 +43,19 @@ class Replayer:
         policy: Policy,
         reference: Velocity | None,
         updater: Updater,
-        kind: TransitionKind,
+        kind: TransitionChoice,
         kl_coeff: float,
         chunk_size: int,
+        loss: PolicyLoss = clipped_surrogate,
     ) -> None:
         assert kl_coeff == 0 or reference is not None, "a KL term needs a reference policy"
         self._policy = policy
         self._reference = reference if kl_coeff > 0 else None
         self._updater = updater
-        self._kind: TransitionKind = kind
+        self._kind: TransitionChoice = kind
         self._kl_coeff = kl_coeff
         self._chunk_size = chunk_size
+        self._loss = loss
 
     def accumulate(
         self, scored: ScoredWave, clip_range: float, scale: float, statistics: ReplayStatistics, is_last: bool
@@ -62,25 +64,26 @@ class Replayer:
 
         is_last: no wave of this rollout follows in this pass. All ranks run the same number of backwards at
         the same sigmas in the same order: shares are equal, and the replayed steps are a function of the
-        batch.
+        batch. A step routed to a frozen expert has nothing to differentiate, so its forward is not run and
+        its statistics stay empty; that too depends on sigma alone.
         """
         chunks = scored.wave.chunks
         samples = sum(len(chunk.trajectory.ids) for chunk in chunks)
         last_chunk = (samples - 1) // self._chunk_size
-        last_use = {self._policy.expert_for(step.sigma): step.index for step in chunks[0].trajectory.steps}
+        positions = trained_positions(self._policy, chunks[0].trajectory.steps)
+        steps = [chunks[0].trajectory.steps[position] for position in positions]
+        last_use = {self._policy.expert_for(step.sigma): step.index for step in steps}
         for number, chunk in enumerate(rechunk(chunks, self._chunk_size)):
             advantages, valid = scored.rows(chunk.trajectory.ids, chunk.trajectory.eta.device)
-            for position, step in enumerate(chunk.trajectory.steps):
+            for position in positions:
+                step = chunk.trajectory.steps[position]
                 final = last_use[self._policy.expert_for(step.sigma)] == step.index
                 self._updater.set_gradient_sync(is_last and number == last_chunk and final)
                 new, divergence = self._evaluate(chunk, step)
-                losses = clipped_surrogate(new, step.old_log_prob, advantages, clip_range)
+                losses = self._loss(new, step.old_log_prob, advantages, clip_range)
                 loss = torch.where(valid, losses, 0.0).sum()
                 kl_loss = self._kl_coeff * torch.where(valid, divergence, 0.0).sum()
-                objective = (loss + kl_loss) * scale
-                # A step of an expert that is not trained has nothing to differentiate.
-                if objective.requires_grad:
-                    torch.autograd.backward(objective)
+                torch.autograd.backward((loss + kl_loss) * scale)
                 ratio = ratio_statistics(new.detach(), step.old_log_prob, valid, clip_range)
                 statistics.add(position, valid, ratio, loss.detach(), kl_loss.detach())
 
@@ -89,11 +92,20 @@ class Replayer:
         (N,).
         """
         condition, trajectory, kind = chunk.condition, chunk.trajectory, self._kind
+        reference = None
+        if self._reference is not None:
+            # Before the policy's forward: no activations are held meanwhile, and a reference that shares the
+            # policy's modules comes between no forward and its backward.
+            with torch.no_grad():
+                reference = replay_transition(self._reference, condition, trajectory, step, kind)
         transition = replay_transition(self._policy.velocity, condition, trajectory, step, kind)
         new = stored_log_prob(condition, trajectory, step, kind, transition)
-        if self._reference is None:
+        if reference is None:
             return new, torch.zeros_like(new)
-        with torch.no_grad():
-            reference = replay_transition(self._reference, condition, trajectory, step, kind)
         mask = free_mask(condition, transition.mean.shape[1:], transition.mean.device)
         return new, kl(kind, transition, reference, mask)
+
+
+def trained_positions(policy: Policy, steps: Sequence[StoredStep]) -> tuple[int, ...]:
+    """Positions of those of the replayed `steps` whose velocity depends on a trained parameter."""
+    return tuple(position for position, step in enumerate(steps) if policy.trains_at(step.sigma))

@@ -13,16 +13,26 @@ from wan_trainer.algorithms.protocols import Communicator
 from wan_trainer.types import RewardResult, RewardTable, SampleId, Wave
 
 
-def gather_rewards(wave: Wave, step: int, group_size: int, communicator: Communicator) -> RewardTable:
-    """Wait for this rank's verdicts on `wave` and exchange them: the table is the same on every rank.
+def own_rewards(wave: Wave) -> list[RewardResult]:
+    """Wait for the verdicts on this rank's submissions of `wave`."""
+    return [result for pending in wave.pending for result in pending.result()]
+
+
+def gather_rewards(
+    own: Sequence[RewardResult],
+    prompts: tuple[int, ...],
+    step: int,
+    group_size: int,
+    communicator: Communicator,
+) -> RewardTable:
+    """Exchange the verdicts of all ranks on the wave of `prompts`: the table is the same on every rank.
 
     Verdicts are placed by the identity they carry, never by the order they arrive in, so no sample can be
     given another's reward. Raises RunFailure, on every rank, when a (prompt, member) is missing, doubled or
     foreign.
     """
-    own = [result for pending in wave.pending for result in pending.result()]
-    gathered = [result for part in communicator.gather_objects(own) for result in part]
-    expected = [SampleId(step, prompt, member) for prompt in wave.prompts for member in range(group_size)]
+    gathered = [result for part in communicator.gather_objects(list(own)) for result in part]
+    expected = [SampleId(step, prompt, member) for prompt in prompts for member in range(group_size)]
     counts = Counter(result.id for result in gathered)
     problems = [
         f"{what} {_names(ids)}"
@@ -37,10 +47,9 @@ def gather_rewards(wave: Wave, step: int, group_size: int, communicator: Communi
         raise RunFailure(f"rewards of batch {step} cannot be matched to its samples: " + "; ".join(problems))
     by_id = {result.id: result for result in gathered}
     rows = tuple(
-        tuple(by_id[SampleId(step, prompt, member)] for member in range(group_size))
-        for prompt in wave.prompts
+        tuple(by_id[SampleId(step, prompt, member)] for member in range(group_size)) for prompt in prompts
     )
-    return RewardTable(prompts=wave.prompts, results=rows)
+    return RewardTable(prompts=prompts, results=rows)
 
 
 def reward_tensors(table: RewardTable) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,17 +73,20 @@ class RewardCensus:
         """Count the verdicts of one wave."""
         self._results += [result for row in table.results for result in row]
 
-    def check(self, max_error_rate: float, fail_on_error: bool) -> None:
-        """Raise RunFailure as soon as too many rewards of the batch are missing, whatever is to come."""
+    def check(self, max_error_rate: float, fail_on_error: str | None = None) -> None:
+        """Raise RunFailure as soon as too many rewards of the batch are missing, whatever is to come.
+
+        fail_on_error: the configuration key that allows none to be missing; None when it is off.
+        """
         missing = [result for result in self._results if not result.valid]
-        if not missing or (len(missing) <= max_error_rate * self._expected and not fail_on_error):
+        if not missing or (len(missing) <= max_error_rate * self._expected and fail_on_error is None):
             return
         reasons = Counter(_reason(result) for result in missing)
         listed = "; ".join(f"{reason} ({count}x)" for reason, count in reasons.most_common(3))
         allowed = math.floor(max_error_rate * self._expected)
         rule = f"reward_max_error_rate {max_error_rate:g} allows {allowed}"
-        if fail_on_error:
-            rule = "vbvr_reward_fail_on_error allows none"
+        if fail_on_error is not None:
+            rule = f"{fail_on_error} allows none"
         raise RunFailure(
             f"{len(missing)} of {self._expected} rewards of batch {missing[0].id.step} are missing, {rule}: "
             f"{listed}; first {_names([result.id for result in missing])}; see reward_errors.jsonl"

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
 
 CPU_SOURCE = "device: cpu"
 CPU_ATTENTION = ("native", "_native_math")
-NATIVE_ATTENTION = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
 
 
 def cpu_changes(config: GrpoConfig) -> dict[str, object]:
@@ -23,6 +22,9 @@ def cpu_changes(config: GrpoConfig) -> dict[str, object]:
         changes["attention_backend"] = "native"
     if config.use_liger_kernel:
         changes["use_liger_kernel"] = False
+    if config.grpo_offload_inference_models:
+        # There is no device memory to free.
+        changes["grpo_offload_inference_models"] = False
     if config.torch_compile_backend == "inductor":
         changes["torch_compile_backend"] = "aot_eager"
         if config.torch_compile_mode is not None:
@@ -42,7 +44,7 @@ def resolve_device(config: GrpoConfig, *, cuda_available: bool) -> GrpoConfig:
     return config.model_copy(update={**cpu_changes(config), "device": "cpu"})
 
 
-def unbuilt(config: GrpoConfig, *, nodes: int = 1) -> list[str]:
+def unbuilt(config: GrpoConfig) -> list[str]:
     """What `config` asks for and this release cannot run, one line each with the remedy.
 
     Ask after `resolve_device`: on a CPU the kernels in question are already replaced. Commands that train or
@@ -55,23 +57,6 @@ def unbuilt(config: GrpoConfig, *, nodes: int = 1) -> list[str]:
         if condition:
             lines.append(line)
 
-    size = config.tensor_parallel_size
-    refuse(size > 1, f"tensor_parallel_size: {size} {later}; use --tensor_parallel_size 1")
-    refuse(not config.fsdp, f"fsdp: false {later}; use --fsdp, which also works on one rank")
-    refuse(config.hsdp and nodes > 1, f"hsdp: true on {nodes} nodes {later}; use --no-hsdp")
-    refuse(config.torch_compile, f"torch_compile: true {later}; use --no-torch_compile")
-    refuse(config.use_liger_kernel, f"use_liger_kernel: true {later}; use --no-use_liger_kernel")
-    backend = config.attention_backend
-    refuse(
-        backend not in NATIVE_ATTENTION,
-        f"attention_backend: {backend} {later}; use --attention_backend native",
-    )
-    refuse(
-        config.grpo_offload_inference_models,
-        f"grpo_offload_inference_models: true {later}; use --no-grpo_offload_inference_models",
-    )
-    refuse(config.grpo_kl_coeff > 0, f"grpo_kl_coeff: {config.grpo_kl_coeff} {later}; use --grpo_kl_coeff 0")
-    refuse(config.ema_decay > 0, f"ema_decay: {config.ema_decay} {later}; use --ema_decay 0")
     start = "--resume_from null" + (" --reset_dataloader null" if config.reset_dataloader is not None else "")
     refuse(
         config.resume_from is not None,

@@ -39,7 +39,9 @@ def describe(record: StepRecord) -> str:
     if record.reward_valid_fraction < 1:
         parts.insert(1, f"rewards valid {100 * record.reward_valid_fraction:.1f}%")
     if record.skipped:
-        parts.append("SKIPPED: gradient not finite")
+        reached = not math.isfinite(record.grad_norm) or record.frozen_steps < record.replayed_steps
+        why = "gradient not finite" if reached else "no replayed step reached a trained expert"
+        parts.append(f"SKIPPED: {why}")
     return "  ".join(parts)
 
 
