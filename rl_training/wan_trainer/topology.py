@@ -15,8 +15,7 @@ from wan_trainer.types import UserError
 
 if TYPE_CHECKING:
     # At run time the configuration imports this module for its shape tables, never the other way round.
-    from wan_trainer.config.schema import GrpoConfig
-    from wan_trainer.config.specs import Family
+    from wan_trainer.config.specs import BatchSpec, Family, ParallelSpec
 
 
 @dataclass(frozen=True)
@@ -90,38 +89,40 @@ class Topology:
     shared_prompts: bool
 
 
-def resolve_topology(config: GrpoConfig, nodes: int, nproc: int) -> Topology:
-    """The topology of `config` on `nodes` machines with `nproc` processes each.
+def resolve_topology(
+    batch: BatchSpec, parallel: ParallelSpec, group_size: int, nodes: int, nproc: int
+) -> Topology:
+    """The topology on `nodes` machines with `nproc` processes each; `group_size` rollouts of each prompt.
 
     Raises UserError with every rule that the numbers break, each with the nearest values that work.
     """
-    tp = config.tensor_parallel_size
+    tp = parallel.tensor_parallel_size
     _check_ranks(nodes, nproc, tp)
     world = nodes * nproc
     dp = world // tp
-    shared = config.grpo_shared_prompt_batch
-    prompts = config.batch_size if shared else config.batch_size * dp
-    wave = (config.grpo_shared_prompt_microbatch_size or prompts) if shared else prompts
-    group = config.grpo_group_size
+    shared = batch.shared_prompts
+    prompts = batch.batch_size if shared else batch.batch_size * dp
+    wave = (batch.wave or prompts) if shared else prompts
+    group = group_size
 
     problems: list[str] = []
-    expected = config.expected_global_prompts
+    expected = batch.expected_global_prompts
     if expected is not None and prompts != expected:
-        problems.append(_wrong_prompts(config, dp, prompts, expected))
+        problems.append(_wrong_prompts(batch, dp, prompts, expected))
     if prompts % wave:
         near = " or ".join(str(n) for n in _nearest(wave, divisors(prompts)))
         problems.append(
             f"grpo_shared_prompt_microbatch_size: {wave} does not divide batch_size {prompts}; use {near}"
         )
     elif (wave * group) % dp:
-        problems.append(_unequal_shares(wave, group, dp, prompts))
+        problems.append(_unequal_shares(batch, wave, group, dp, prompts))
     if problems:
         raise UserError(*problems)
 
     shard, replicate = dp, 1
-    if not config.fsdp:
+    if not parallel.fsdp:
         shard, replicate = 1, dp
-    elif config.hsdp and nodes > 1:
+    elif parallel.hsdp and nodes > 1:
         shard, replicate = nproc // tp, nodes
     return Topology(
         nodes=nodes,
@@ -159,15 +160,15 @@ def _check_ranks(nodes: int, nproc: int, tp: int) -> None:
         raise UserError(*problems)
 
 
-def _wrong_prompts(config: GrpoConfig, dp: int, prompts: int, expected: int) -> str:
-    if config.grpo_shared_prompt_batch:
+def _wrong_prompts(batch: BatchSpec, dp: int, prompts: int, expected: int) -> str:
+    if batch.shared_prompts:
         return (
             f"expected_global_prompts: {expected} is not batch_size {prompts}, which counts all ranks with "
             f"grpo_shared_prompt_batch; use --batch_size {expected}"
         )
     fact = (
         f"expected_global_prompts: {expected} prompts a step were expected, but batch_size "
-        f"{config.batch_size} on each of {dp} data-parallel replicas gives {prompts}"
+        f"{batch.batch_size} on each of {dp} data-parallel replicas gives {prompts}"
     )
     if expected % dp == 0:
         return f"{fact}; use --batch_size {expected // dp}"
@@ -175,17 +176,22 @@ def _wrong_prompts(config: GrpoConfig, dp: int, prompts: int, expected: int) -> 
     return f"{fact}; use {ranks} replicas, which divide {expected}, or --expected_global_prompts {prompts}"
 
 
-def _unequal_shares(wave: int, group: int, dp: int, prompts: int) -> str:
+def _unequal_shares(batch: BatchSpec, wave: int, group: int, dp: int, prompts: int) -> str:
+    """Names the key that the user set: the wave, or the whole batch where no wave was asked for."""
     remedies: list[str] = []
     groups = _nearest(group, [m for m in _multiples(dp // math.gcd(dp, wave), group) if m >= 2])
     remedies.append("--grpo_group_size " + " or ".join(str(n) for n in groups))
-    waves = _nearest(wave, [n for n in divisors(prompts) if n * group % dp == 0])
-    if waves:
-        remedies.append("--grpo_shared_prompt_microbatch_size " + " or ".join(str(n) for n in waves))
+    name = "batch_size" if batch.wave is None else "grpo_shared_prompt_microbatch_size"
+    if batch.wave is None:
+        sizes = _nearest(wave, _multiples(dp // math.gcd(dp, group), wave))
+    else:
+        sizes = _nearest(wave, [n for n in divisors(prompts) if n * group % dp == 0])
+    if sizes:
+        remedies.append(f"--{name} " + " or ".join(str(n) for n in sizes))
     ranks = " or ".join(str(n) for n in _nearest(dp, divisors(wave * group)))
     remedies.append(f"{ranks} data-parallel ranks")
     return (
-        f"grpo_shared_prompt_microbatch_size: {wave} prompts x {group} rollouts do not spread evenly "
+        f"{name}: {wave} prompts x {group} rollouts do not spread evenly "
         f"over {dp} data-parallel ranks; use {', or '.join(remedies)}"
     )
 
@@ -258,12 +264,25 @@ def check_video_shape(family: Family | None, num_frames: int, height: int, width
     return problems
 
 
-def total_batches(num_epochs: float, num_samples: int, batch_size: int) -> int:
-    """Batches of a run, floor(num_epochs * N / B): epochs are joined, so that no sample is dropped at an end.
+def total_batches(
+    num_epochs: float, max_steps: int | None, num_samples: int, batch_size: int, window: int
+) -> int:
+    """Batches of a run, a multiple of the accumulation `window`: floor(num_epochs * N / B), at most
+    max_steps.
 
-    Counted exactly: 0.3 epochs of 10 samples are 3, which a product of floats may miss.
+    Epochs are joined, so that no sample is dropped at an end. Counted exactly: 0.3 epochs of 10 samples are
+    3, which a product of floats may miss. Raises UserError when not even one optimizer update comes out.
     """
-    return math.floor(Fraction(str(num_epochs)) * num_samples / batch_size)
+    total = math.floor(Fraction(str(num_epochs)) * num_samples / batch_size)
+    if max_steps is not None:
+        total = min(total, max_steps)
+    if total < window:
+        raise UserError(
+            f"num_epochs: {num_epochs:g} of {num_samples} samples in batches of {batch_size} prompts make "
+            f"{counted(total, 'batch')}, fewer than one optimizer update needs ({window}); raise num_epochs "
+            "or max_steps, or lower batch_size"
+        )
+    return total // window * window
 
 
 def replay_step_count(num_steps: int, ratio: float) -> int:
@@ -274,3 +293,30 @@ def replay_step_count(num_steps: int, ratio: float) -> int:
 def pending_rewards_needed(topology: Topology, depth: int) -> int:
     """Rollouts of one rank that can wait for a verdict at once when replay lags `depth` steps."""
     return topology.rollouts_per_rank * (depth + 1)
+
+
+def check_pending(name: str, allowed: int, topology: Topology, depth: int) -> str | None:
+    """What is wrong with a scoring queue of `allowed` rollouts of a rank, the value of the key `name`.
+
+    A queue that cannot hold all of them would hold up the next rollout, or end the run in its first step.
+    """
+    needed = pending_rewards_needed(topology, depth)
+    if allowed >= needed:
+        return None
+    rollouts = counted(topology.rollouts_per_rank, "rollout")
+    delay = f" and {counted(depth, 'step')} of delay" if depth else ""
+    return f"{name}: {allowed} cannot hold the {rollouts} of a rank{delay}; use --{name} {needed}"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 wave`, `2 waves`, `1,024 batches`."""
+    plural = f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def describe_ranks(nodes: int, nproc: int, tp: int, dp_replicate: int, dp_shard: int) -> str:
+    """How the processes are arranged, for people."""
+    layout = f"data parallel {dp_replicate * dp_shard}: {dp_replicate} x {dp_shard} (replicas x shards)"
+    tensor = f"tensor parallel {tp}, " if tp > 1 else ""
+    processes = "process" if nproc == 1 else "processes"
+    return f"{counted(nodes, 'node')} x {nproc} {processes} = {nodes * nproc}; {tensor}{layout}"

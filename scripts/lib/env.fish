@@ -50,6 +50,10 @@ function wan_trainer_arguments --description 'Split --nproc and --config from wh
                 set wanted wan_trainer_config
             case '--config=*'
                 set -g wan_trainer_config (string replace -- --config= '' $argument)
+            case --nodes '--nodes=*' --node-rank '--node-rank=*' --join --facts '--facts=*'
+                # Forwarded, they would replace what the launcher itself tells preflight.
+                wan_trainer_error (string replace -r '=.*' '' -- $argument)" is not an argument of the launcher: machines are WORLD_SIZE and RANK of the environment"
+                return 2
             case '*'
                 set -a wan_trainer_overrides $argument
         end

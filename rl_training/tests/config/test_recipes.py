@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from wan_trainer.cli.plan import make_plan
-from wan_trainer.config import load_config, load_with_sources, resolve, trainer_root
-from wan_trainer.topology import resolve_topology
+from wan_trainer.config import load_config, load_with_sources, resolve, topology_of, trainer_root
+from wan_trainer.planning.plan import make_plan
+from wan_trainer.planning.text import describe
 from wan_trainer.types import UserError
 
 # The reference values, written down here a second time on purpose: a recipe that drifts fails.
@@ -209,6 +209,8 @@ OURS = {
         "device": "cuda",
         "vlm_reward_prompt_dir": "storage/rubrics/vbvr_pro",
         "vlm_reward_prompt_sha256": None,
+        # The reference's 16 hold one step's delay on 16 nodes only.
+        "vlm_reward_max_pending_jobs": 64,
     },
     "a14b_rule": {"model_family": "i2v-a14b", "expected_global_prompts": 16, "device": "cuda"},
 }
@@ -254,35 +256,35 @@ def test_a_recipe_loads_resolves_and_plans(name, nodes, prompts, per_rank, waves
     assert plan.topology.prompts == prompts
     assert plan.topology.rollouts_per_rank == per_rank
     assert plan.topology.waves == waves
-    assert plan.replayed_steps == 17
-    assert plan.batches == 5 * 50_000 // prompts
-    assert "replay" in plan.as_text()
+    assert plan.work.replayed_steps == 17
+    assert plan.work.batches == 5 * 50_000 // prompts
+    assert "replay" in describe(plan)
 
 
 def test_the_5b_reference_numbers():
-    topology = resolve_topology(load_config(recipe("5b_cps")), 16, 8)
+    topology = topology_of(load_config(recipe("5b_cps")), 16, 8)
     assert (topology.world, topology.rollouts_per_step, topology.ranks_per_prompt) == (128, 1024, 4)
     assert (topology.dp_replicate, topology.dp_shard) == (16, 8)
 
 
 @pytest.mark.parametrize(("nodes", "per_wave"), [(4, 16), (8, 8), (16, 4)])
 def test_the_judge_recipe_has_two_waves_at_every_size(nodes, per_wave):
-    topology = resolve_topology(load_config(recipe("5b_vlm")), nodes, 8)
+    topology = topology_of(load_config(recipe("5b_vlm")), nodes, 8)
     assert (topology.wave, topology.waves, topology.rollouts_per_rank_wave) == (16, 2, per_wave)
 
 
 def test_the_a14b_recipe_is_two_tensor_parallel_ranks_by_four_replicas():
-    topology = resolve_topology(load_config(recipe("a14b_rule")), 1, 8)
+    topology = topology_of(load_config(recipe("a14b_rule")), 1, 8)
     assert (topology.tp, topology.dp, topology.dp_shard, topology.dp_replicate) == (2, 4, 4, 1)
     assert topology.rollouts_per_step == 256
 
 
 def test_the_a14b_recipe_on_four_nodes_is_refused_with_the_fix():
     with pytest.raises(UserError) as caught:
-        resolve_topology(load_config(recipe("a14b_rule")), 4, 8)
+        topology_of(load_config(recipe("a14b_rule")), 4, 8)
     (line,) = caught.value.problems
     assert "expected_global_prompts: 16" in line and "gives 64" in line and "--batch_size 1" in line
-    mended = resolve_topology(load_config(recipe("a14b_rule"), ["--batch_size", "1"]), 4, 8)
+    mended = topology_of(load_config(recipe("a14b_rule"), ["--batch_size", "1"]), 4, 8)
     assert mended.prompts == 16
 
 

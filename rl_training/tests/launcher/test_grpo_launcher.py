@@ -86,6 +86,15 @@ def test_a_bad_nproc_is_one_line(launch, bad):
     assert not launch.called("validate")
 
 
+@pytest.mark.parametrize("typed", [["--nodes", "4"], ["--nodes=4"], ["--node-rank=1"], ["--join"]])
+def test_what_preflight_is_told_by_the_launcher_cannot_be_typed(launch, typed):
+    done = launch.run(*CONFIG, "--nproc", "1", *typed)
+    assert done.returncode == 2
+    line = one_line(done.stderr)
+    assert typed[0].partition("=")[0] in line and "WORLD_SIZE and RANK" in line
+    assert not launch.called("validate")
+
+
 def test_a_missing_config_is_one_line(launch):
     done = launch.run("--nproc", "1")
     assert done.returncode == 2

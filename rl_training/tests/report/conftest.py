@@ -1,29 +1,22 @@
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from wan_trainer.config.specs import BatchSpec, ParallelSpec
 from wan_trainer.media.video import write_video
 from wan_trainer.recording.clock import Span
 from wan_trainer.recording.identity import CodeIdentity, DatasetIdentity, EvaluatorIdentity, ModelIdentity
 from wan_trainer.recording.rows import reward_rows
 from wan_trainer.recording.run_dir import RunFiles, RunWriter
 from wan_trainer.recording.run_record import RunFacts, RunRecord, SamplerRecord
+from wan_trainer.topology import resolve_topology
 from wan_trainer.types import RewardResult, RewardTable, Sample, SampleId, StepRecord
 
 TASKS = ("reach_target", "push_block", "O-34_dot_to_dot", "<script>alert(1)</script>")
-
-
-@dataclass(frozen=True)
-class Layout:
-    world: int
-    dp: int
-    prompts: int
-    group_size: int
 
 
 def clip(progress: float, seed: int) -> np.ndarray:
@@ -52,7 +45,7 @@ def facts(root: Path, seed: int) -> RunFacts:
         overrides=("--learning_rate", "1e-4"),
         contract_digests={},
         contract_values={},
-        topology=Layout(2, 2, 4, 8),
+        topology=resolve_topology(BatchSpec(batch_size=2), ParallelSpec(), 8, nodes=1, nproc=2),
         sampler=sampler,
         model=ModelIdentity(root / "model", "ti2v-5b", {}, {}),
         dataset=DatasetIdentity(root / "dataset.json", "ab", {}, 48),

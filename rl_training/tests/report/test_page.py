@@ -74,7 +74,7 @@ def test_a_finished_run_is_told_whole(finished: tuple[RunFiles, Page]) -> None:
         "finished",
         "ti2v-5b",
         "configs/quickstart.yaml",
-        "world 2",
+        "1 node x 2 processes = 2; data parallel 2: 1 x 2 (replicas x shards)",
         "0123456789ab with uncommitted",
     ):
         assert words in page.text

@@ -5,14 +5,16 @@ from fractions import Fraction
 
 import pytest
 
-from wan_trainer.config import GrpoConfig
+from wan_trainer.config import GrpoConfig, topology_of
 from wan_trainer.topology import (
     FAMILIES,
     assign,
+    check_pending,
     check_video_shape,
+    counted,
+    describe_ranks,
     pending_rewards_needed,
     replay_step_count,
-    resolve_topology,
     total_batches,
 )
 from wan_trainer.types import UserError
@@ -57,7 +59,7 @@ SHARED = {"grpo_shared_prompt_batch": True}
     ],
 )
 def test_a_topology(values, nodes, nproc, expected):
-    topology = resolve_topology(config(**values), nodes, nproc)
+    topology = topology_of(config(**values), nodes, nproc)
     assert expected == (
         topology.dp,
         topology.prompts,
@@ -94,11 +96,21 @@ def test_a_topology(values, nodes, nproc, expected):
                 "3 or 6 data-parallel ranks",
             ],
         ),
+        (
+            {**SHARED, "batch_size": 3, "grpo_group_size": 2},
+            *(1, 4),
+            [
+                "batch_size: 3 prompts x 2 rollouts",
+                "--grpo_group_size 4",
+                "--batch_size 2 or 4",
+                "3 or 6 data",
+            ],
+        ),
     ],
 )
 def test_numbers_that_do_not_fit_are_one_line_with_values_that_do(values, nodes, nproc, fragments):
     with pytest.raises(UserError) as caught:
-        resolve_topology(config(**values), nodes, nproc)
+        topology_of(config(**values), nodes, nproc)
     (line,) = caught.value.problems
     for fragment in fragments:
         assert fragment in line
@@ -107,9 +119,12 @@ def test_numbers_that_do_not_fit_are_one_line_with_values_that_do(values, nodes,
 def test_the_values_that_an_error_offers_work():
     base = {**SHARED, "batch_size": 4, "grpo_group_size": 3, "grpo_shared_prompt_microbatch_size": 2}
     for mend in ({"grpo_group_size": 2}, {"grpo_group_size": 4}, {"grpo_shared_prompt_microbatch_size": 4}):
-        resolve_topology(config(**{**base, **mend}), 1, 4)
+        topology_of(config(**{**base, **mend}), 1, 4)
     for nproc in (3, 6):
-        resolve_topology(config(**base), 1, nproc)
+        topology_of(config(**base), 1, nproc)
+    whole = {**SHARED, "batch_size": 3, "grpo_group_size": 2}
+    for mend in ({"grpo_group_size": 4}, {"batch_size": 2}, {"batch_size": 4}):
+        topology_of(config(**{**whole, **mend}), 1, 4)
 
 
 @pytest.mark.parametrize(
@@ -172,11 +187,25 @@ def test_offered_shapes_are_valid(family, shape):
 
 
 @pytest.mark.parametrize(
-    ("epochs", "size", "batch", "expected"),
-    [(5.0, 50_000, 32, 7812), (5.0, 50_000, 16, 15_625), (0.3, 10, 1, 3), (1.0, 10, 3, 3), (0.05, 10, 1, 0)],
+    ("epochs", "most", "size", "batch", "window", "expected"),
+    [
+        (5.0, None, 50_000, 32, 1, 7812),
+        (5.0, None, 50_000, 16, 1, 15_625),
+        (0.3, None, 10, 1, 1, 3),
+        (1.0, None, 10, 3, 1, 3),
+        (5.0, None, 50_000, 32, 5, 7810),
+        (5.0, 100, 50_000, 32, 3, 99),
+        (5.0, 8000, 50_000, 32, 1, 7812),
+    ],
 )
-def test_total_batches(epochs, size, batch, expected):
-    assert total_batches(epochs, size, batch) == expected
+def test_total_batches(epochs, most, size, batch, window, expected):
+    assert total_batches(epochs, most, size, batch, window) == expected
+
+
+@pytest.mark.parametrize(("epochs", "window", "made"), [(0.05, 1, "0 batches"), (0.1, 2, "1 batch,")])
+def test_a_run_of_less_than_one_update_is_refused(epochs, window, made):
+    with pytest.raises(UserError, match=f"num_epochs: {epochs}.* {made}"):
+        total_batches(epochs, None, 10, 1, window)
 
 
 @pytest.mark.parametrize(
@@ -187,5 +216,15 @@ def test_replayed_steps(steps, ratio, expected):
 
 
 def test_a_delayed_run_holds_the_verdicts_of_more_than_one_step():
-    topology = resolve_topology(config(grpo_group_size=8, batch_size=2), 1, 2)
+    topology = topology_of(config(grpo_group_size=8, batch_size=2), 1, 2)
     assert [pending_rewards_needed(topology, depth) for depth in (0, 1, 2)] == [16, 32, 48]
+    assert check_pending("queue", 32, topology, 1) is None
+    assert check_pending("queue", 31, topology, 1) == (
+        "queue: 31 cannot hold the 16 rollouts of a rank and 1 step of delay; use --queue 32"
+    )
+
+
+def test_words_follow_their_number():
+    assert [counted(n, "wave") for n in (0, 1, 2)] == ["0 waves", "1 wave", "2 waves"]
+    assert [counted(n, "batch") for n in (1, 1024)] == ["1 batch", "1,024 batches"]
+    assert describe_ranks(1, 1, 1, 1, 1).startswith("1 node x 1 process = 1; data parallel 1: 1 x 1")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from wan_trainer.config.family import known_family, read_family
     from wan_trainer.config.load import LoadedConfig, load_config, load_with_sources, settle_device
     from wan_trainer.config.paths import caller_directory, find_config, trainer_path, trainer_root
-    from wan_trainer.config.resolution import replay_depth, resolve
+    from wan_trainer.config.resolution import replay_depth, resolve, topology_of
     from wan_trainer.config.schema import SECTIONS, GrpoConfig, keys
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "resolve",
     "resolve_device",
     "settle_device",
+    "topology_of",
     "trainer_path",
     "trainer_root",
     "unbuilt",
@@ -54,7 +55,7 @@ _HOMES = {
     "family": ("known_family", "read_family"),
     "load": ("LoadedConfig", "load_config", "load_with_sources", "settle_device"),
     "paths": ("caller_directory", "find_config", "trainer_path", "trainer_root"),
-    "resolution": ("replay_depth", "resolve"),
+    "resolution": ("replay_depth", "resolve", "topology_of"),
     "schema": ("SECTIONS", "GrpoConfig", "keys"),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}

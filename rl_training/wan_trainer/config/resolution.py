@@ -8,7 +8,8 @@ from wan_trainer.config import specs
 from wan_trainer.config.device import resolve_device
 from wan_trainer.config.family import known_family
 from wan_trainer.config.paths import trainer_path
-from wan_trainer.topology import check_video_shape
+from wan_trainer.config.target import as_target, chosen
+from wan_trainer.topology import Topology, check_video_shape, resolve_topology
 from wan_trainer.types import UserError
 
 if TYPE_CHECKING:
@@ -36,12 +37,8 @@ def resolve(config: GrpoConfig, *, cuda_available: bool, family: specs.Family | 
     problems = check_video_shape(known, config.num_frames, config.height, config.width)
     if problems:
         raise UserError(*problems)
-    reward = _rule_reward(config) if config.grpo_reward_fn == "vbvr_rule" else _judge_reward(config)
-    decode = (
-        config.vbvr_reward_decode_batch_size
-        if config.grpo_reward_fn == "vbvr_rule"
-        else config.vlm_reward_decode_batch_size
-    )
+    judge = config.grpo_reward_fn == "vbvr_vlm"
+    decode = config.vlm_reward_decode_batch_size if judge else config.vbvr_reward_decode_batch_size
     return specs.RunSpec(
         seed=config.seed,
         device="cuda" if config.device == "cuda" else "cpu",
@@ -50,22 +47,27 @@ def resolve(config: GrpoConfig, *, cuda_available: bool, family: specs.Family | 
         sampler=_sampler(config),
         grpo=_grpo(config),
         optimizer=_optimizer(config),
-        reward=reward,
+        reward=_reward(config),
         output=_output(config),
         stop=specs.StopSpec(num_epochs=config.num_epochs, max_steps=config.max_steps),
         decode_batch_size=decode,
         rendezvous_timeout_s=config.rendezvous_timeout_s,
-        batch=specs.BatchSpec(
-            batch_size=config.batch_size,
-            shared_prompts=config.grpo_shared_prompt_batch,
-            wave=config.grpo_shared_prompt_microbatch_size,
-            expected_global_prompts=config.expected_global_prompts,
-        ),
-        parallel=specs.ParallelSpec(hsdp=config.hsdp, tensor_parallel_size=config.tensor_parallel_size),
+        batch=_batch(config),
+        parallel=_parallel(config),
         resume=specs.ResumeSpec(
             resume_from=_optional_path(config.resume_from), weights_only=config.reset_dataloader is not False
         ),
+        # `contradictions` knows one name.
+        algorithm="dancegrpo" if isinstance(config.trainer, str) else as_target(config.trainer),
     )
+
+
+def topology_of(config: GrpoConfig, nodes: int, nproc: int) -> Topology:
+    """The topology of `config` on `nodes` machines with `nproc` processes each: needs no model, no family.
+
+    Raises UserError with every rule that the numbers break.
+    """
+    return resolve_topology(_batch(config), _parallel(config), config.grpo_group_size, nodes, nproc)
 
 
 def replay_depth(config: GrpoConfig) -> int:
@@ -77,6 +79,21 @@ def replay_depth(config: GrpoConfig) -> int:
 
 def _optional_path(value: str | None) -> Path | None:
     return None if value is None else trainer_path(value)
+
+
+def _batch(config: GrpoConfig) -> specs.BatchSpec:
+    return specs.BatchSpec(
+        batch_size=config.batch_size,
+        shared_prompts=config.grpo_shared_prompt_batch,
+        wave=config.grpo_shared_prompt_microbatch_size,
+        expected_global_prompts=config.expected_global_prompts,
+    )
+
+
+def _parallel(config: GrpoConfig) -> specs.ParallelSpec:
+    return specs.ParallelSpec(
+        fsdp=config.fsdp, hsdp=config.hsdp, tensor_parallel_size=config.tensor_parallel_size
+    )
 
 
 def _model(config: GrpoConfig, family: specs.Family) -> specs.ModelSpec:
@@ -129,7 +146,7 @@ def _data(config: GrpoConfig) -> specs.DataSpec:
 
 def _sampler(config: GrpoConfig) -> specs.SamplerSpec:
     return specs.SamplerSpec(
-        kind=config.grpo_sde_formula,
+        kind=chosen(config.grpo_sde_formula),
         eta=config.grpo_sde_noise_scale,
         eta_range=config.grpo_cps_noise_scale_range,
         num_steps=config.grpo_num_sampling_steps,
@@ -145,7 +162,7 @@ def _sampler(config: GrpoConfig) -> specs.SamplerSpec:
 def _grpo(config: GrpoConfig) -> specs.GrpoSpec:
     clip, stale = config.grpo_clip_range, config.grpo_delayed_replay_clip_range
     tolerance = config.ratio_gate_tolerance
-    rule = config.grpo_reward_fn == "vbvr_rule"
+    judge = config.grpo_reward_fn == "vbvr_vlm"
     return specs.GrpoSpec(
         group_size=config.grpo_group_size,
         sample_batch_size=config.grpo_sample_batch_size,
@@ -159,7 +176,9 @@ def _grpo(config: GrpoConfig) -> specs.GrpoSpec:
         ratio_gate_tolerance=0.1 * clip if tolerance is None else tolerance,
         sync_each_backward=config.grpo_fsdp_sync_each_backward,
         reward_max_error_rate=config.reward_max_error_rate,
-        fail_on_reward_error=config.vbvr_reward_fail_on_error if rule else config.vlm_reward_fail_on_error,
+        fail_on_reward_error=config.vlm_reward_fail_on_error if judge else config.vbvr_reward_fail_on_error,
+        fail_on_reward_error_key="vlm_reward_fail_on_error" if judge else "vbvr_reward_fail_on_error",
+        loss=None if config.grpo_loss is None else as_target(config.grpo_loss),
     )
 
 
@@ -171,7 +190,7 @@ def _optimizer(config: GrpoConfig) -> specs.OptimizerSpec:
         weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm,
         warmup_steps=config.warmup_steps,
-        lr_schedule=config.lr_scheduler,
+        lr_schedule=chosen(config.lr_scheduler),
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         max_nonfinite_steps=config.max_nonfinite_steps,
         ema_decay=config.ema_decay,
@@ -183,6 +202,12 @@ def _pending_bound(config: GrpoConfig, stated: int | None) -> int:
     if stated is not None:
         return stated
     return config.batch_size * config.grpo_group_size * (replay_depth(config) + 1)
+
+
+def _reward(config: GrpoConfig) -> specs.RuleRewardSpec | specs.VlmRewardSpec | specs.Target:
+    if not isinstance(config.grpo_reward_fn, str):
+        return as_target(config.grpo_reward_fn)
+    return _rule_reward(config) if config.grpo_reward_fn == "vbvr_rule" else _judge_reward(config)
 
 
 def _rule_reward(config: GrpoConfig) -> specs.RuleRewardSpec:

@@ -6,9 +6,10 @@ config key and no key is read in two places. All paths are absolute, every `auto
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Family = Literal["ti2v-5b", "i2v-a14b", "t2v-1.3b", "t2v-a14b"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -16,6 +17,27 @@ TransitionKind = Literal["flowcps", "dancegrpo", "flowgrpo"]
 Device = Literal["cuda", "cpu"]
 Experts = Literal["both", "high", "low"]
 LrSchedule = Literal["cosine", "linear_warmup", "constant"]
+AlgorithmName = Literal["dancegrpo"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A part of the user's own: what to call, and with what.
+
+    path: "module.attribute". arguments_json: its keyword arguments as JSON with sorted keys, so that a
+    specification can be compared and hashed like any other.
+    """
+
+    path: str
+    arguments_json: str = "{}"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments, new ones at each call."""
+        return json.loads(self.arguments_json)
+
+
+TransitionChoice = TransitionKind | Target
 
 
 @dataclass(frozen=True)
@@ -77,7 +99,7 @@ class DataSpec:
 class SamplerSpec:
     """How a rollout is drawn. eta_range, if set, replaces eta: one uniform draw per prompt group and step."""
 
-    kind: TransitionKind
+    kind: TransitionChoice
     eta: float
     eta_range: tuple[float, float] | None
     num_steps: int
@@ -91,7 +113,11 @@ class SamplerSpec:
 
 @dataclass(frozen=True)
 class GrpoSpec:
-    """The GRPO objective. clip_range serves on-policy rollouts, stale_clip_range those of an older policy."""
+    """The GRPO objective. clip_range serves on-policy rollouts, stale_clip_range those of an older policy.
+
+    fail_on_reward_error_key: the configuration key that fail_on_reward_error comes from, for its message.
+    loss: None is the clipped surrogate.
+    """
 
     group_size: int
     sample_batch_size: int
@@ -106,6 +132,8 @@ class GrpoSpec:
     sync_each_backward: bool
     reward_max_error_rate: float
     fail_on_reward_error: bool
+    fail_on_reward_error_key: str = "vbvr_reward_fail_on_error"
+    loss: Target | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +146,7 @@ class OptimizerSpec:
     weight_decay: float
     max_grad_norm: float
     warmup_steps: int
-    lr_schedule: LrSchedule
+    lr_schedule: LrSchedule | Target
     gradient_accumulation_steps: int
     max_nonfinite_steps: int
     ema_decay: float
@@ -200,8 +228,12 @@ class BatchSpec:
 
 @dataclass(frozen=True)
 class ParallelSpec:
-    """How ranks divide the model: shard groups of one node with hsdp, tensor parallelism inside a node."""
+    """How ranks divide the model: shard groups of one node with hsdp, tensor parallelism inside a node.
 
+    fsdp False: every data-parallel rank holds all of it.
+    """
+
+    fsdp: bool = True
     hsdp: bool = False
     tensor_parallel_size: int = 1
 
@@ -254,7 +286,7 @@ class RunSpec:
     sampler: SamplerSpec
     grpo: GrpoSpec
     optimizer: OptimizerSpec
-    reward: RuleRewardSpec | VlmRewardSpec
+    reward: RuleRewardSpec | VlmRewardSpec | Target
     output: OutputSpec
     stop: StopSpec
     decode_batch_size: int
@@ -262,3 +294,4 @@ class RunSpec:
     batch: BatchSpec = field(default_factory=BatchSpec)
     parallel: ParallelSpec = field(default_factory=ParallelSpec)
     resume: ResumeSpec = field(default_factory=ResumeSpec)
+    algorithm: AlgorithmName | Target = "dancegrpo"

@@ -7,16 +7,18 @@ from collections.abc import Mapping
 
 from wan_trainer.config.device import resolve_device, unbuilt
 from wan_trainer.config.family import known_family
-from wan_trainer.config.resolution import resolve
+from wan_trainer.config.resolution import resolve, topology_of
 from wan_trainer.config.schema import GrpoConfig
-from wan_trainer.config.specs import Family, RuleRewardSpec, RunSpec
+from wan_trainer.config.specs import Family, RuleRewardSpec, RunSpec, Target
+from wan_trainer.models.wan.architecture import check_heads, model_shape
 from wan_trainer.models.wan.directory import check_directory
 from wan_trainer.preflight.cuda import cuda_devices
 from wan_trainer.preflight.inputs import check_clip_length, check_dataset, check_evaluator, check_queue
 from wan_trainer.preflight.machine import check_accelerator, check_disk
 from wan_trainer.preflight.network import check_rendezvous
+from wan_trainer.preflight.openings import check_openings, check_own_reward
 from wan_trainer.preflight.problem import Problem
-from wan_trainer.topology import FAMILIES, Topology, resolve_topology
+from wan_trainer.topology import FAMILIES, Topology
 from wan_trainer.types import UserError
 
 DEFAULT_ADDRESS = "127.0.0.1"
@@ -39,10 +41,10 @@ def run_checks(
 ) -> list[Problem]:
     """Every finding on this node: config, model, data, reward, machine and network, in this order."""
     settled = resolve_device(config, cuda_available=_cuda(config))
-    problems = [Problem(line) for line in unbuilt(settled, nodes=nodes)]
+    problems = [Problem(line) for line in unbuilt(settled)]
     topology: Topology | None = None
     try:
-        topology = resolve_topology(config, nodes, nproc)
+        topology = topology_of(config, nodes, nproc)
     except UserError as error:
         problems += [Problem(line) for line in error.problems]
     family = known_family(config)
@@ -52,6 +54,12 @@ def run_checks(
         return problems + [Problem(line) for line in error.problems] + check_network(nodes, rank, env)
     model_lines = check_directory(spec.model.path, family)
     problems += [Problem(line) for line in model_lines]
+    if family is not None:
+        heads = check_heads(
+            model_shape(spec.model.path, family).transformer, spec.parallel.tensor_parallel_size
+        )
+        problems += [Problem(heads)] if heads else []
+    problems += check_openings(spec)
     problems += check_inputs(spec, topology, needs_image=family is not None and FAMILIES[family].needs_image)
     problems += check_accelerator(spec.device, nproc, env, stated=config.device)
     if not model_lines:
@@ -69,6 +77,8 @@ def check_inputs(spec: RunSpec, topology: Topology | None, *, needs_image: bool)
         if topology is not None:
             problems += check_queue(spec.reward, topology, spec.grpo.depth)
             problems.append(count_scorers(spec.reward, topology))
+    if isinstance(spec.reward, Target):
+        problems += check_own_reward(spec.reward, tasks)
     return problems
 
 

@@ -13,7 +13,7 @@ from wan_trainer.media import kept_frames
 from wan_trainer.preflight.machine import check_scratch
 from wan_trainer.preflight.problem import Problem
 from wan_trainer.rewards.evalkit import check_checkout, supported_tasks, unsupported_message
-from wan_trainer.topology import Topology, pending_rewards_needed
+from wan_trainer.topology import Topology, check_pending
 from wan_trainer.types import Sample, UserError
 
 _SAMPLED = 16
@@ -111,11 +111,5 @@ def check_clip_length(data: DataSpec, reward: RuleRewardSpec) -> list[Problem]:
 
 def check_queue(reward: RuleRewardSpec, topology: Topology, depth: int) -> list[Problem]:
     """The scoring queue of a rank must hold all rollouts that can wait for a verdict at once."""
-    needed = pending_rewards_needed(topology, depth)
-    if reward.max_pending_jobs >= needed:
-        return []
-    line = (
-        f"vbvr_reward_max_pending_jobs is {reward.max_pending_jobs}, {topology.rollouts_per_rank} rollouts "
-        f"a rank and {depth} steps of delay need {needed}: set --vbvr_reward_max_pending_jobs {needed}"
-    )
-    return [Problem(line)]
+    line = check_pending("vbvr_reward_max_pending_jobs", reward.max_pending_jobs, topology, depth)
+    return [] if line is None else [Problem(line)]

@@ -18,6 +18,7 @@ from wan_trainer.recording.run_dir import RunFiles
 from wan_trainer.report import charts, timeline
 from wan_trainer.report.run_data import Metrics, RunData, fifths, load_run, mean, number, text
 from wan_trainer.report.sheets import sheet_groups
+from wan_trainer.topology import describe_ranks
 
 _SHOWN_TASKS = 100
 _SHOWN_REASONS = 30
@@ -207,7 +208,6 @@ def _facts(run: RunData) -> list[Fact]:
     finish = end if math.isfinite(end) else last_span
     commit = text(code, "commit")
     dirty = " with uncommitted changes" if code.get("dirty") else ""
-    layout = _listed(topology, [key for key, value in topology.items() if not isinstance(value, Mapping)])
     draw = _listed(sampler, ["kind", "eta", "cfg_scale", "seed"])
     steps = sampler.get("sigmas")
     if isinstance(steps, Sequence):
@@ -219,7 +219,7 @@ def _facts(run: RunData) -> list[Fact]:
         Fact("Algorithm", text(record, "algorithm")),
         Fact("Model", " · ".join(item for item in (text(model, "family"), text(model, "path")) if item)),
         Fact("Device", text(record, "device")),
-        Fact("Topology", layout),
+        Fact("Topology", _layout(topology)),
         Fact("Sampler", draw),
         Fact("Data", f"{text(dataset, 'path')} ({show(samples, 0)} samples)" if dataset else ""),
         Fact("Evaluator", text(evaluator, "source_sha256")[:12]),
@@ -228,6 +228,13 @@ def _facts(run: RunData) -> list[Fact]:
         Fact("Duration", format_duration(finish - start) if finish >= start else ""),
     ]
     return [fact for fact in facts if fact.value]
+
+
+def _layout(topology: Mapping[str, object]) -> str:
+    """Ranks as `plan` prints them; empty for a record that lacks a number of them."""
+    names = ("nodes", "nproc", "tp", "dp_replicate", "dp_shard")
+    numbers = [value for name in names if isinstance(value := topology.get(name), int)]
+    return describe_ranks(*numbers) if len(numbers) == len(names) else ""
 
 
 def _listed(row: Mapping[str, object], keys: Sequence[str]) -> str:

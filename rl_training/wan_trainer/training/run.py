@@ -21,7 +21,7 @@ from wan_trainer.config import (
     unbuilt,
 )
 from wan_trainer.config.specs import RunSpec
-from wan_trainer.data.dataset import load_dataset
+from wan_trainer.data.dataset import Dataset, load_dataset
 from wan_trainer.data.loader import batches
 from wan_trainer.distributed.collectives import (
     SharedUserError,
@@ -39,6 +39,7 @@ from wan_trainer.recording.run_dir import RunFiles
 from wan_trainer.recording.run_record import FinalCheckpoint, RunRecord
 from wan_trainer.recording.tracking import stored_run_id
 from wan_trainer.rewards.build import build_reward
+from wan_trainer.targets import make_importable, source_digests
 from wan_trainer.topology import FAMILIES, Topology, assign, resolve_topology, total_batches
 from wan_trainer.training.assembly import build_grpo, build_model, build_updater
 from wan_trainer.training.checkpoint import (
@@ -48,18 +49,21 @@ from wan_trainer.training.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
+from wan_trainer.training.expert_coverage import ExpertCoverage, learning_experts
 from wan_trainer.training.loop import Boundaries, run_loop
 from wan_trainer.training.observer import RunObserver
+from wan_trainer.training.openings import try_openings
 from wan_trainer.training.resume import find_resume_point
 from wan_trainer.training.run_lock import RunLock
 from wan_trainer.training.scheduler import ReplayScheduler
-from wan_trainer.training.start import PACKAGE, Start, announce, run_facts
+from wan_trainer.training.start import PACKAGE, Start, announce, native_threads, run_facts
 from wan_trainer.training.stop import AgreedStop
 from wan_trainer.types import (
     EXIT_BAD_INPUT,
     EXIT_DONE,
     EXIT_FAILURE,
     EXIT_STOPPED,
+    Reward,
     StepRecord,
     UserError,
 )
@@ -74,8 +78,11 @@ def train(start: Start, *, allow_changed: Collection[str] = ()) -> int:
     spec = start.spec
     if spec.device == "cpu":
         # OpenMP threads that wait for each other at barriers stall whole runs on a busy machine.
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    mesh = init_mesh(spec.device, spec.rendezvous_timeout_s, dp_replicate=start.topology.dp_replicate)
+        torch.set_num_threads(native_threads(os.environ.get("OMP_NUM_THREADS", "")))
+    topology = start.topology
+    mesh = init_mesh(
+        spec.device, spec.rendezvous_timeout_s, tp=topology.tp, dp_replicate=topology.dp_replicate
+    )
     try:
         _compare_nodes(mesh, start)
         with ExitStack() as held:
@@ -97,11 +104,15 @@ def plan_start(loaded: LoadedConfig) -> Start:
     cuda_available = torch.cuda.is_available()
     loaded = settle_device(loaded, cuda_available=cuda_available)
     config = loaded.config
-    problems = unbuilt(config, nodes=nodes)
+    problems = unbuilt(config)
     if problems:
         raise UserError(*problems)
-    topology = resolve_topology(config, nodes, nproc)
     spec = resolve(config, cuda_available=cuda_available)
+    make_importable(loaded.path.parent)
+    problems = try_openings(spec)
+    if problems:
+        raise UserError(*problems)
+    topology = resolve_topology(spec.batch, spec.parallel, spec.grpo.group_size, nodes, nproc)
     return Start(
         loaded=loaded,
         spec=spec,
@@ -117,6 +128,7 @@ def _compare_nodes(mesh: Mesh, start: Start) -> None:
     a missing machine ends in a time-out. Ranks that torchrun or a scheduler starts directly have only this.
     """
     values = {key: json.dumps(value) for key, value in common_values(start.loaded.config).items()}
+    values |= {f"the source of {key}": digest for key, digest in source_digests(start.spec).items()}
     lines = differences_from_first(mesh, values | {"the version of the code": code_digest(PACKAGE)})
     if lines:
         raise SharedUserError(*(f"{line}: start every node with the same configuration" for line in lines))
@@ -179,12 +191,10 @@ def _run(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collection[
 
     with ExitStack() as stack:
         # The scorers start first: they load while the model does.
-        reward = on_every_rank(
-            mesh, lambda: stack.enter_context(closing(build_reward(spec.reward, dataset.tasks)))
-        )
+        reward = on_every_rank(mesh, lambda: _scorers(spec, mesh, dataset, stack))
         model = on_every_rank(mesh, lambda: build_model(spec, mesh))
         if resume is not None:
-            load_checkpoint(resume.checkpoint, model.policy, model.optimizer, mesh)
+            load_checkpoint(resume.checkpoint, model.policy, model.optimizer, mesh, ema=model.ema)
         if mesh.rank == 0:
             record.start(run_facts(start, mesh, dataset, model, done))
         announce(console, start, model, resume, total)
@@ -222,8 +232,12 @@ def _run(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collection[
             for spans in gather_objects(mesh, clock.drain()):
                 log.spans(spans)
 
+        coverage = ExpertCoverage(learning_experts(model.policy))
+
         def keep_record(step_record: StepRecord) -> None:
             log.step(step_record)
+            for warning in coverage.add(step_record.epoch, step_record.replayed_per_expert):
+                console.print(warning)
             keep_spans()
 
         def save(seen: int) -> None:
@@ -245,6 +259,7 @@ def _run(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collection[
                     model.optimizer,
                     mesh,
                     keep=spec.output.keep_checkpoints,
+                    ema=model.ema,
                 )
             keep_spans()
             console.print(f"saved {path}")
@@ -273,6 +288,8 @@ def _run(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collection[
             save=save,
             stop_requested=stop.requested,
         )
+        for warning in coverage.close():
+            console.print(warning)
         status = EXIT_DONE if finished else EXIT_STOPPED
         if finished:
             console.print(f"done: {total} batches, everything is in {spec.output.output_dir}")
@@ -281,19 +298,17 @@ def _run(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collection[
         return status
 
 
+def _scorers(spec: RunSpec, mesh: Mesh, dataset: Dataset, stack: ExitStack) -> Reward | None:
+    """The reward, open until `stack` unwinds; none where a tensor-parallel peer submits the rollouts."""
+    if mesh.tp_rank > 0:
+        return None
+    return stack.enter_context(closing(build_reward(spec.reward, dataset.tasks)))
+
+
 def _total_batches(spec: RunSpec, topology: Topology, samples: int) -> int:
-    """Batches of the whole run, a multiple of the accumulation window."""
-    total = total_batches(spec.stop.num_epochs, samples, topology.prompts)
-    if spec.stop.max_steps is not None:
-        total = min(total, spec.stop.max_steps)
-    window = spec.optimizer.gradient_accumulation_steps
-    if total < window:
-        raise UserError(
-            f"num_epochs {spec.stop.num_epochs:g} of {samples} samples in batches of {topology.prompts} "
-            f"prompts make {total} batches, fewer than one optimizer update needs ({window}): raise "
-            "num_epochs or max_steps, or lower batch_size"
-        )
-    return total // window * window
+    """Batches of the whole run."""
+    stop, window = spec.stop, spec.optimizer.gradient_accumulation_steps
+    return total_batches(stop.num_epochs, stop.max_steps, samples, topology.prompts, window)
 
 
 def local_prompts(topology: Topology, mesh: Mesh) -> list[int]:

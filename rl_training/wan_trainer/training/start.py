@@ -12,13 +12,17 @@ from rich.console import Console
 import wan_trainer
 from wan_trainer.config import LoadedConfig, contract_digests, public_values
 from wan_trainer.config.device import CPU_SOURCE
-from wan_trainer.config.specs import RuleRewardSpec, RunSpec
+from wan_trainer.config.specs import RuleRewardSpec, RunSpec, Target
 from wan_trainer.data.dataset import Dataset
+from wan_trainer.distributed.collectives import SharedUserError
 from wan_trainer.distributed.mesh import Mesh
+from wan_trainer.models.wan.liger import liger_report
 from wan_trainer.recording.identity import DatasetIdentity, EvaluatorIdentity, code_identity, model_identity
 from wan_trainer.recording.run_record import RunFacts, SamplerRecord
-from wan_trainer.topology import Topology
+from wan_trainer.targets import named_targets, source_digest
+from wan_trainer.topology import Topology, counted
 from wan_trainer.training.assembly import Model, flow_shift, sigma_grid
+from wan_trainer.training.expert_coverage import unreachable_experts
 from wan_trainer.training.resume import ResumePoint
 
 PACKAGE = Path(wan_trainer.__file__).parent
@@ -34,37 +38,72 @@ class Start:
     contract: dict[str, dict[str, Any]]
 
 
+def native_threads(text: str) -> int:
+    """Threads of one rank on a CPU: OMP_NUM_THREADS, whose OpenMP form is a number or a list of numbers, one
+    for each level of nesting; 1 when it is empty.
+
+    Raises SharedUserError: every rank of a machine has the same environment.
+    """
+    first = text.partition(",")[0].strip() or "1"
+    if not first.isdecimal() or int(first) < 1:
+        raise SharedUserError(
+            f"OMP_NUM_THREADS: '{text}' is not a number of threads; set 1, or unset it, so that ranks on one "
+            "machine do not wait for each other's threads"
+        )
+    return int(first)
+
+
+def device_lines(loaded: LoadedConfig) -> list[str]:
+    """What `device: cpu` changed of the configuration, one line each, as far as the run uses it."""
+    values = public_values(loaded.config)
+    idle = () if values["torch_compile"] else ("torch_compile_backend", "torch_compile_mode")
+    changed = [key for key, source in loaded.sources.items() if source == CPU_SOURCE and key not in idle]
+    return [f"device: cpu sets {key} to {values[key]}" for key in changed]
+
+
 def announce(console: Console, start: Start, model: Model, resume: ResumePoint | None, total: int) -> None:
     """What a log should show at its top: what is trained, on what, from where."""
     topology, spec = start.topology, start.spec
-    sources = start.loaded.sources
-    values = public_values(start.loaded.config)
-    for key, source in sources.items():
-        if source == CPU_SOURCE:
-            console.print(f"device: cpu sets {key} to {values[key]}")
+    for line in device_lines(start.loaded):
+        console.print(line)
     for count in model.policy.trainable_report():
         word = "trained" if count.trained else "frozen"
         console.print(
             f"{count.expert}: {count.elements:,} {count.kind} parameters {word} ({count.tensors} tensors)"
         )
+    for name, expert in model.policy.experts.items():
+        if spec.model.use_liger_kernel:
+            console.print(f"{name}: liger kernels in place of {liger_report(expert) or 'no module'}")
+    for name in unreachable_experts(model.policy, sigma_grid(spec, model.policy)):
+        console.print(
+            f"warning: {name} is trained, and none of the steps that can be replayed is routed to it: it "
+            "will not change. Raise grpo_num_sampling_steps, or leave it out of train_experts"
+        )
+    if model.reference is not None:
+        what = "a frozen copy of the trained experts" if spec.model.lora is None else "adapters switched off"
+        console.print(f"reference policy of the KL term: {what}")
+    if model.ema is not None:
+        console.print(f"averages of the trained weights: decay {spec.optimizer.ema_decay:g}, float32")
     console.print(
         f"{topology.world} ranks, {topology.prompts} prompts x {topology.group_size} rollouts a batch, "
-        f"{topology.rollouts_per_rank} rollouts a rank, {topology.waves} waves, {total} batches"
+        f"{counted(topology.rollouts_per_rank, 'rollout')} a rank, {counted(topology.waves, 'wave')}, "
+        f"{counted(total, 'batch')}"
     )
     if resume is not None:
         console.print(f"continuing after batch {resume.state.step} from {resume.checkpoint}")
+    for key, target in named_targets(spec).items():
+        console.print(f"{key}: {target.path} (source {source_digest(target)})")
     console.print(f"output: {spec.output.output_dir}")
 
 
 def run_facts(start: Start, mesh: Mesh, dataset: Dataset, model: Model, done: int) -> RunFacts:
     """What run.json says about this start. done: batches that were trained before it."""
     spec, config, sampler = start.spec, start.loaded.config, start.spec.sampler
-    reward = spec.reward
-    assert isinstance(reward, RuleRewardSpec), "`unbuilt` refuses the judge"
+    reward, algorithm = spec.reward, spec.algorithm
     descriptor = spec.data.dataset_json.name
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     return RunFacts(
-        algorithm="grpo",
+        algorithm=algorithm.path if isinstance(algorithm, Target) else "grpo",
         device=device,
         config_path=start.loaded.path,
         config=public_values(config),
@@ -74,7 +113,7 @@ def run_facts(start: Start, mesh: Mesh, dataset: Dataset, model: Model, done: in
         contract_values=start.contract,
         topology=start.topology,
         sampler=SamplerRecord(
-            kind=sampler.kind,
+            kind=sampler.kind.path if isinstance(sampler.kind, Target) else sampler.kind,
             sigmas=tuple(sigma_grid(spec, model.policy).tolist()),
             eta=sampler.eta,
             eta_range=sampler.eta_range,
@@ -91,7 +130,15 @@ def run_facts(start: Start, mesh: Mesh, dataset: Dataset, model: Model, done: in
             manifests={name: digest for name, digest in dataset.digests.items() if name != descriptor},
             samples=len(dataset),
         ),
-        evaluator=EvaluatorIdentity(reward.evalkit_dir, reward.source_sha256),
+        evaluator=(
+            EvaluatorIdentity(reward.evalkit_dir, reward.source_sha256)
+            if isinstance(reward, RuleRewardSpec)
+            else None
+        ),
+        targets={
+            key: {"path": target.path, "source": source_digest(target)}
+            for key, target in named_targets(spec).items()
+        },
         code=code_identity(PACKAGE),
         start_batch=done,
     )
