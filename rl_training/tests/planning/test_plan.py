@@ -160,7 +160,7 @@ def test_each_choice_moves_its_own_item():
     whole = plan_of("5b_cps", 16, "--no-grpo_fsdp_sync_each_backward").memory
     assert whole.phases["replay"] - base.phases["replay"] == pytest.approx(elements, rel=1e-6)
     assert plan_of("5b_cps", 16, "--ema_decay", "0.9").memory.items["EMA"] == elements / 8
-    assert plan_of("5b_cps", 16, "--grpo_kl_coeff", "0.1").memory.items["reference"] == elements / 8
+    assert plan_of("5b_cps", 16, "--grpo_kl_coeff", "0.1").memory.items["reference"] == elements / 16
     plain = plan_of("5b_cps", 16, "--no-fsdp", "--no-hsdp").memory
     assert plain.items["parameters"] == elements
     guided = plan_of("5b_cps", 16, "--grpo_cfg_scale", "5").memory
@@ -197,7 +197,8 @@ def test_traffic_by_hand():
     saved = 16 * (traffic.reduce_scatter + traffic.replica_reduce)
     assert traffic.step - once.step == pytest.approx(saved, rel=1e-6)
     pair = plan_of("a14b_rule", 1).traffic
-    assert pair.tensor_forward == 3 * 40 * 2 * 10_496 * 5120
+    assert pair.tensor_forward == 40 * 3 * 2 * 10_496 * 5120
+    assert pair.tensor_backward == 40 * (3 * 10_496 + 512) * 2 * 5120
     alone = make_plan(
         load_config(recipe("5b_cps"), ["--no-hsdp", "--vbvr_reward_max_pending_jobs", "null"]), 1, 1
     )

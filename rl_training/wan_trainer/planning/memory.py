@@ -82,7 +82,10 @@ def estimate_memory(spec: RunSpec, topology: Topology, model: ModelShape, work: 
     if not offload:
         base += frozen
     gathered = math.ceil(element * (sizes.root + (2 if topology.dp_shard > 1 else 1) * sizes.block))
-    roots = math.ceil(element * sizes.root * model.experts)
+    # What is outside the blocks stays gathered from a call without gradients to the next backward; the frozen
+    # reference, which has none, keeps it.
+    reference_root = math.ceil(element * sizes.root) if _has_reference(spec) else 0
+    roots = math.ceil(element * sizes.root * model.experts) + reference_root
     grpo = spec.grpo
     rollout = call_activations(spec, topology, model, grpo.sample_batch_size)
     decode = min(spec.decode_batch_size, grpo.sample_batch_size, topology.rollouts_per_rank_wave)
@@ -99,7 +102,7 @@ def estimate_memory(spec: RunSpec, topology: Topology, model: ModelShape, work: 
         "condition": base + roots + encoding + (model.text_encoder_bytes if offload else 0),
         "rollout": base + roots + gathered - math.ceil(element * sizes.root) + rollout.inference,
         "decode": base + roots + decoding + (model.vae_bytes if offload else 0),
-        "replay": base + gradients + gathered + replay,
+        "replay": base + gradients + gathered + reference_root + replay,
         "optimizer": base + gradients + 3 * largest,
     }
     items = {
@@ -164,7 +167,7 @@ def call_activations(spec: RunSpec, topology: Topology, model: ModelShape, chunk
         element=ELEMENT[spec.model.param_dtype],
         tp=topology.tp,
         token_time=family.pins_first_frame,
-        fused_norm=spec.device == "cuda",
+        fused_norm=spec.device == "cuda" and topology.tp == 1,
     )
     return transformer_activations(model.transformer, call)
 
@@ -173,11 +176,10 @@ def _resident(
     spec: RunSpec, topology: Topology, model: ModelShape, work: Workload, sizes: Sizes
 ) -> dict[str, int]:
     """What stays from step to step, and from the rollout to its replay."""
-    full = spec.model.lora is None
     rollouts = topology.rollouts_per_rank * (spec.grpo.depth + 1)
     latent = ELEMENT[spec.sampler.trajectory_dtype] * _latent_elements(spec, model)
-    copied = full and spec.grpo.kl_coeff > 0
-    reference = ELEMENT[spec.model.param_dtype] * sizes.trained if copied else 0
+    # Stored as it computes. Adapters are switched off instead.
+    reference = ELEMENT[spec.model.param_dtype] * sizes.trained if _has_reference(spec) else 0
     return {
         "parameters": math.ceil(FLOAT * sizes.trained + sizes.frozen_bytes * sizes.frozen),
         "AdamW": math.ceil(2 * FLOAT * sizes.trained),
@@ -186,6 +188,11 @@ def _resident(
         "trajectories": math.ceil(rollouts * work.stored_latents * latent),
         "conditions": rollouts * _condition_bytes(spec, model),
     }
+
+
+def _has_reference(spec: RunSpec) -> bool:
+    """Whether a frozen copy of what is trained is kept for the KL term."""
+    return spec.grpo.kl_coeff > 0 and spec.model.lora is None
 
 
 def _replay(
@@ -207,6 +214,10 @@ def _replay(
     in_flight = reduce * sizes.trained_block if spec.device == "cuda" else 0
     begins = around + block + act.backward + in_flight
     ends = around + (element + reduce) * sizes.trained_block + in_flight
+    if spec.grpo.kl_coeff > 0:
+        # The reference is asked while the policy's graph waits for its backward.
+        layers_kept = between if spec.model.gradient_checkpointing else between + block
+        begins = max(begins, layers_kept + act.root + act.latents + act.inference)
     last = act.root + (element + reduce) * sizes.trained_root + in_flight
     kept = 0.0
     if not spec.grpo.sync_each_backward:

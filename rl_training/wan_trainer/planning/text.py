@@ -166,7 +166,8 @@ def _collectives(plan: Plan) -> Iterator[str]:
         ("all-gather, a backward", traffic.backward_gather, calls),
         ("reduce-scatter of gradients", traffic.reduce_scatter, f"{traffic.reductions:,} times"),
         ("all-reduce across nodes", traffic.replica_reduce, f"{traffic.reductions:,} times"),
-        ("tensor parallel, a forward", traffic.tensor_forward, "and as much in a backward"),
+        ("tensor parallel, a forward", traffic.tensor_forward, "recomputed blocks once more"),
+        ("tensor parallel, a backward", traffic.tensor_backward, calls),
     )
     for name, count, times in rows:
         if count:

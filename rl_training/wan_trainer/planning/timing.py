@@ -98,7 +98,7 @@ def measured_phase_times(run_dir: Path) -> PhaseTimes:
     if wait < _VISIBLE * (rollout + replay):
         raise UserError(
             f"--from_run: {run_dir} is a delayed run that never waits for rewards, so that it does not show "
-            f"how long they take; use an on-policy run, or --phase_times rollout={rollout:.3g},reward=SECONDS,"
+            f"how long they take; use an on-policy run, or --phase_times rollout={rollout:.3g},reward=S,"
             f"replay={replay:.3g}"
         )
     return PhaseTimes(rollout=rollout, reward=rollout + replay + wait, replay=replay)

@@ -46,13 +46,14 @@ def estimate_traffic(spec: RunSpec, topology: Topology, model: ModelShape, work:
     gradient = shape.num_layers * sizes.trained_block + sizes.trained_root
     scatter = sent * reduce * gradient
     across = 2 * (replicas - 1) / replicas * reduce * gradient / shards
-    tensor = _tensor_bytes(spec, topology, model, spec.grpo.sample_batch_size)
-    again = _tensor_bytes(spec, topology, model, spec.grpo.train_sample_batch_size)
+    tensor, _ = _tensor_bytes(spec, topology, model, spec.grpo.sample_batch_size)
+    again, back = _tensor_bytes(spec, topology, model, spec.grpo.train_sample_batch_size)
     updates = spec.grpo.updates_per_rollout
     reductions = work.replay_calls if spec.grpo.sync_each_backward else updates * model.experts
     step = (
         work.rollout_calls * (sent * blocks + tensor)
-        + work.replay_calls * (forward + backward + (3 if spec.model.gradient_checkpointing else 2) * again)
+        + work.replay_calls
+        * (forward + backward + (2 if spec.model.gradient_checkpointing else 1) * again + back)
         + reductions * (scatter + across)
     )
     return Traffic(
@@ -61,22 +62,25 @@ def estimate_traffic(spec: RunSpec, topology: Topology, model: ModelShape, work:
         reduce_scatter=round(scatter),
         replica_reduce=round(across),
         tensor_forward=round(again),
-        tensor_backward=round(again),
+        tensor_backward=round(back),
         reductions=reductions,
         step=round(step),
     )
 
 
-def _tensor_bytes(spec: RunSpec, topology: Topology, model: ModelShape, chunk: int) -> float:
-    """All-reduces of one forward, as many as of one backward: both attention outputs and the feed-forward
-    one.
+def _tensor_bytes(spec: RunSpec, topology: Topology, model: ModelShape, chunk: int) -> tuple[float, float]:
+    """All-reduces of one forward and of one backward.
 
-    The sums of squares of the q/k norms, four bytes a token and norm, are left out.
+    Forward: the outputs of both attentions and of the feed-forward layer; backward: the gradients of their
+    inputs, of which cross-attention has two. The sums of squares of the q/k norms, four bytes a token and
+    norm, are left out.
     """
     if topology.tp == 1:
-        return 0.0
+        return 0.0, 0.0
     data = spec.data
     tokens = FAMILIES[spec.model.family].tokens(data.num_frames, data.height, data.width)
     rows = min(chunk, topology.rollouts_per_rank_wave) * (2 if spec.sampler.cfg_scale > 1 else 1)
-    one = ELEMENT[spec.model.param_dtype] * rows * tokens * model.transformer.dim
-    return 3 * model.transformer.num_layers * 2 * (topology.tp - 1) / topology.tp * one
+    shape = model.transformer
+    one = ELEMENT[spec.model.param_dtype] * rows * shape.dim
+    ring = 2 * (topology.tp - 1) / topology.tp * shape.num_layers
+    return ring * 3 * tokens * one, ring * (3 * tokens + model.text_length) * one
