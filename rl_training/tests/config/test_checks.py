@@ -25,6 +25,18 @@ CASES = [
     ({"lora_module_prefix": "blocks"}, ["lora_module_prefix", "lora_rank is 0"]),
     ({"transformer_load_dtype": "bfloat16"}, ["transformer_load_dtype", "round away", "use auto"]),
     ({"attention_backend": "_flash_3_hubb"}, ["attention_backend", "use _flash_3_hub"]),
+    ({"attention_backend": "sage_hub"}, ["attention_backend", "no backward pass", "use native"]),
+    ({"attention_backend": "sage", "device": "cpu"}, ["attention_backend", "no backward pass"]),
+    ({"attention_backend": "_flash_3"}, ["attention_backend", "no backward pass", "use _flash_3_hub"]),
+    (
+        {"attention_backend": "_flash_3_hub", "param_dtype": "float32"},
+        ["attention_backend", "16 bits", "--param_dtype bfloat16"],
+    ),
+    ({"attention_backend": "flex"}, ["attention_backend", "score matrix", "--torch_compile"]),
+    (
+        {"attention_backend": "flex", "torch_compile": True, "torch_compile_backend": "aot_eager"},
+        ["attention_backend", "torch_compile_backend inductor"],
+    ),
     (
         {"attention_backend": "_native_cudnn", "disable_cudnn_sdp": True},
         ["attention_backend", "--no-disable_cudnn_sdp"],

@@ -7,34 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from wan_trainer.config.attention import ATTENTION_BACKENDS, SIXTEEN_BIT, WITHOUT_BACKWARD
 from wan_trainer.config.family import known_family
 from wan_trainer.topology import FAMILIES, check_video_shape, divisors
 
 if TYPE_CHECKING:
     from wan_trainer.config.schema import GrpoConfig
-
-ATTENTION_BACKENDS = (
-    "native",
-    "_native_cudnn",
-    "_native_efficient",
-    "_native_flash",
-    "_native_math",
-    "flash",
-    "flash_hub",
-    "flash_varlen",
-    "flash_varlen_hub",
-    "flash_4_hub",
-    "_flash_3",
-    "_flash_varlen_3",
-    "_flash_3_hub",
-    "_flash_3_varlen_hub",
-    "flex",
-    "sage",
-    "sage_hub",
-    "sage_varlen",
-    "xformers",
-)
-"""Diffusers' names for CUDA attention that has a backward pass or an exact forward."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +45,12 @@ def _required(config: GrpoConfig) -> Iterator[Problem]:
 
 
 def _not_built(config: GrpoConfig) -> Iterator[Problem]:
-    if config.trainer != "dancegrpo":
-        yield refuse("trainer", f"{config.trainer} is not a trainer of this release; use dancegrpo (GRPO)")
+    if isinstance(config.trainer, str) and config.trainer != "dancegrpo":
+        yield refuse(
+            "trainer",
+            f"{config.trainer} is not a trainer of this release; use dancegrpo (GRPO), or a mapping with "
+            "_target_ for your own",
+        )
     if config.latent_webdataset_dir is not None:
         yield refuse(
             "latent_webdataset_dir",
@@ -143,19 +125,46 @@ def _adapters(config: GrpoConfig) -> Iterator[Problem]:
         )
 
 
-def _kernels(config: GrpoConfig) -> Iterator[Problem]:
+def _attention(config: GrpoConfig) -> Iterator[Problem]:
     backend = config.attention_backend
-    if backend not in ATTENTION_BACKENDS:
+    if backend in WITHOUT_BACKWARD:
+        yield refuse(
+            "attention_backend",
+            f"{backend} has no backward pass and cannot train; use {WITHOUT_BACKWARD[backend]}",
+        )
+    elif backend not in ATTENTION_BACKENDS:
         near = difflib.get_close_matches(backend, ATTENTION_BACKENDS, 1) or ["native"]
         yield refuse(
             "attention_backend", f"{backend} is not an attention backend of Diffusers; use {near[0]}"
         )
+    # On a CPU native attention replaces what the rules below are about.
+    if config.device == "cpu":
+        return
     if backend == "_native_cudnn" and config.disable_cudnn_sdp:
         yield refuse(
             "attention_backend",
             "_native_cudnn is switched off by disable_cudnn_sdp: true; use native or --no-disable_cudnn_sdp",
             "disable_cudnn_sdp",
         )
+    if backend in SIXTEEN_BIT and config.param_dtype == "float32":
+        yield refuse(
+            "attention_backend",
+            f"{backend} computes in 16 bits, and param_dtype is float32; use native or --param_dtype "
+            "bfloat16",
+            "param_dtype",
+        )
+    compiled = config.torch_compile and config.torch_compile_backend == "inductor"
+    if backend == "flex" and not compiled:
+        yield refuse(
+            "attention_backend",
+            "flex holds the whole score matrix in memory unless inductor compiles it; use --torch_compile "
+            "with torch_compile_backend inductor, or native",
+            "torch_compile",
+            "torch_compile_backend",
+        )
+
+
+def _kernels(config: GrpoConfig) -> Iterator[Problem]:
     if config.torch_compile_mode is not None and config.torch_compile_backend != "inductor":
         yield refuse(
             "torch_compile_mode",
@@ -221,6 +230,9 @@ def _chunks(config: GrpoConfig) -> Iterator[Problem]:
 
 def _noise(config: GrpoConfig) -> Iterator[Problem]:
     formula, eta = config.grpo_sde_formula, config.grpo_sde_noise_scale
+    if not isinstance(formula, str):
+        yield from _own_noise(config)
+        return
     if formula == "flowcps" and not 0 <= eta <= 1:
         yield refuse(
             "grpo_sde_noise_scale",
@@ -251,6 +263,24 @@ def _noise(config: GrpoConfig) -> Iterator[Problem]:
         yield refuse(name, f"{shown} starts above its end; use [{bounds[1]}, {bounds[0]}]")
 
 
+def _own_noise(config: GrpoConfig) -> Iterator[Problem]:
+    """A transition of the user's own has its own scale of eta; at 0 a group counts as one without choice."""
+    why = "a group of eta 0 is taken to have no noise and teaches nothing"
+    bounds = config.grpo_cps_noise_scale_range
+    if config.grpo_sde_noise_scale <= 0 and bounds is None:
+        yield refuse(
+            "grpo_sde_noise_scale",
+            f"{config.grpo_sde_noise_scale} must be above 0: {why}; use for example 0.7",
+            "grpo_sde_formula",
+        )
+    if bounds is not None and not 0 < bounds[0] <= bounds[1]:
+        yield refuse(
+            "grpo_cps_noise_scale_range",
+            f"[{bounds[0]}, {bounds[1]}] must rise from above 0: {why}; use for example [0.1, 0.7]",
+            "grpo_sde_formula",
+        )
+
+
 def _guidance(config: GrpoConfig) -> Iterator[Problem]:
     if config.negative_prompt and config.grpo_cfg_scale == 1:
         yield refuse(
@@ -279,6 +309,13 @@ def _schedule(config: GrpoConfig) -> Iterator[Problem]:
             "warmup_steps",
             f"{config.warmup_steps} has no place in lr_scheduler: constant; use lr_scheduler: linear_warmup "
             "or warmup_steps: 0",
+            "lr_scheduler",
+        )
+    if not isinstance(config.lr_scheduler, str) and config.warmup_steps:
+        yield refuse(
+            "warmup_steps",
+            f"{config.warmup_steps} has no place in a schedule of your own, which is the whole factor; use "
+            "warmup_steps: 0 and give it as an argument of the target",
             "lr_scheduler",
         )
     updates = None
@@ -317,6 +354,9 @@ def _schedule(config: GrpoConfig) -> Iterator[Problem]:
 
 
 def _rewards(config: GrpoConfig) -> Iterator[Problem]:
+    if not isinstance(config.grpo_reward_fn, str):
+        yield from _own_reward(config)
+        return
     if not any(config.reward_weights.values()):
         shown = config.reward_weights
         yield refuse("reward_weights", f"{shown} gives every rollout the same reward; use {{score: 1.0}}")
@@ -325,6 +365,24 @@ def _rewards(config: GrpoConfig) -> Iterator[Problem]:
     else:
         yield from _judge_reward(config)
     yield from _other_reward(config)
+
+
+def _own_reward(config: GrpoConfig) -> Iterator[Problem]:
+    """Keys that only the built-in rewards read would be ignored: say so."""
+    shared = ("vbvr_reward_decode_batch_size", "vbvr_reward_fail_on_error")
+    built_in = ("vbvr_reward_", "vlm_reward_", "reward_weights", "reward_timeout_s", "reward_monitor")
+    names: list[str] = []
+    for name, field in type(config).model_fields.items():
+        if name.startswith(built_in) and name not in shared:
+            default: object = field.get_default(call_default_factory=True)  # pyright: ignore[reportCallIssue]
+            names += [name] if getattr(config, name) != default else []
+    if names:
+        shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        yield Problem(
+            (names[0], "grpo_reward_fn"),
+            f"{shown}: set for a built-in reward, and grpo_reward_fn names your own; remove "
+            f"{', '.join(names)}, and give the target what it needs as arguments",
+        )
 
 
 def _rule_reward(config: GrpoConfig) -> Iterator[Problem]:
@@ -384,6 +442,7 @@ RULES: tuple[Rule, ...] = (
     _video_shape,
     _experts,
     _adapters,
+    _attention,
     _kernels,
     _order,
     _resume,
