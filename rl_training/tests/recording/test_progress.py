@@ -28,6 +28,17 @@ def test_a_line_says_policy_age_and_what_went_missing(step_record: MakeRecord) -
     assert "SKIPPED" in line
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"grad_norm": math.nan, "frozen_steps": 0}, "gradient not finite"),
+        ({"grad_norm": 0.0, "frozen_steps": 16}, "no replayed step reached a trained expert"),
+    ],
+)
+def test_a_skipped_update_says_why(step_record: MakeRecord, changes: dict[str, float], why: str) -> None:
+    assert describe(step_record(skipped=True, replayed_steps=16, **changes)).endswith(f"SKIPPED: {why}")
+
+
 def test_log_steps_zero_is_silent(step_record: MakeRecord) -> None:
     text = io.StringIO()
     display = ProgressDisplay(Console(file=text), total_batches=2, log_steps=0)
