@@ -7,6 +7,9 @@ import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+from diffusers.models import attention_dispatch as dispatch
+
 REPOSITORY = "kernels-community/flash-attn3"
 # Builds without a version fit every torch; this one is for the CUDA builds of torch.
 VARIANT = "torch-cuda"
@@ -60,6 +63,13 @@ def write_snapshot(
     (root / "refs" / f"v{version}").write_text(COMMIT)
     write_build(root / "snapshots" / COMMIT / "build" / variant, **build)  # pyright: ignore[reportArgumentType]
     return root / "snapshots" / COMMIT
+
+
+def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Diffusers' table of loaded kernels is empty, and is put back after the test."""
+    for entry in dispatch._HUB_KERNELS_REGISTRY.values():
+        for name in ("kernel_fn", "wrapped_forward_fn", "wrapped_backward_fn"):
+            monkeypatch.setattr(entry, name, None)
 
 
 @dataclass

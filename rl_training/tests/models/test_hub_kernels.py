@@ -18,6 +18,7 @@ from rl_training.tests.models.kernel_repository import (
     VARIANT,
     WRONG,
     FakeHub,
+    forget_kernels,
     write_snapshot,
 )
 from wan_trainer.cli import main as cli
@@ -44,9 +45,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    for entry in dispatch._HUB_KERNELS_REGISTRY.values():
-        for name in ("kernel_fn", "wrapped_forward_fn", "wrapped_backward_fn"):
-            monkeypatch.setattr(entry, name, None)
+    forget_kernels(monkeypatch)
     yield tmp_path / "kernels"
     dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName.NATIVE)
 

@@ -108,7 +108,8 @@ def test_a_full_disk_names_both_sizes(tiny_spec, tiny_ti2v, tmp_path, monkeypatc
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     (problem,) = check_disk(tmp_path / "new", spec, ema=False)
-    assert "two checkpoints need" in problem.message
+    assert "has 1000 bytes free, two checkpoints need" in problem.message
+    assert " 0.0 " not in problem.message
 
 
 def test_an_output_directory_that_is_a_file_is_refused(tiny_spec, tiny_ti2v, tmp_path):

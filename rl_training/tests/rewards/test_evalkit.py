@@ -58,6 +58,13 @@ def test_golden_digest(tmp_path: Path) -> None:
     assert source_sha256(tmp_path) == "581032c465bfa5e71bc62aa8d08bc4456a52ce9e0b8e91e66a3366d337c588da"
 
 
+def test_the_command_names_its_argument_not_a_key(tmp_path: Path) -> None:
+    for directory in (tmp_path / "nope", tmp_path):
+        with pytest.raises(UserError) as caught:
+            evalkit_digest.run(argparse.Namespace(directory=directory), [])
+        assert caught.value.problems[0].startswith(str(directory))
+
+
 @pytest.mark.parametrize(
     "name", ["run_evaluation.py", "vbvr_bench/b.py", "annotations/a.txt", "requirements.txt"]
 )

@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 
 from wan_trainer.rewards.evalkit import source_sha256
+from wan_trainer.types import UserError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -16,5 +17,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
     """Print the digest alone, fit for `vbvr_reward_evalkit_source_sha256`."""
-    print(source_sha256(args.directory))
+    try:
+        digest = source_sha256(args.directory)
+    except UserError as error:
+        # Here the directory is the argument of a command, not the value of a key.
+        raise UserError(
+            *(line.removeprefix("vbvr_reward_evalkit_dir: ") for line in error.problems)
+        ) from None
+    print(digest)
     return 0

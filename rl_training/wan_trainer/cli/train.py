@@ -9,6 +9,8 @@ import sys
 
 from wan_trainer.cli.main import main
 
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments; unknown ones are config overrides."""
@@ -24,6 +26,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
     """Train; the exit status is 0 done, 1 failure, 2 bad input, 75 stopped by a signal after saving."""
+    # The libraries read these once, when they are imported: training asks no network for a file.
+    for name, value in OFFLINE.items():
+        os.environ.setdefault(name, value)
     # Not above: this is the ranks' main module, which every spawned data worker imports again.
     from wan_trainer.algorithms.base import RunFailure  # noqa: PLC0415
     from wan_trainer.config import load_with_sources  # noqa: PLC0415

@@ -17,10 +17,11 @@ from wan_trainer.config.contract import common_values
 from wan_trainer.config.load import LoadedConfig, load_with_sources
 from wan_trainer.config.specs import RunSpec
 from wan_trainer.preflight.checks import DEFAULT_ADDRESS, DEFAULT_PORT, resolve_here, run_checks
+from wan_trainer.preflight.finding import Finding
 from wan_trainer.preflight.paths import check_named_paths
-from wan_trainer.preflight.problem import Problem
 from wan_trainer.preflight.rollcall import NodeReport, call_roll
 from wan_trainer.recording.identity import code_digest
+from wan_trainer.targets import make_importable, source_digests
 from wan_trainer.types import EXIT_BAD_INPUT, UserError
 
 
@@ -49,16 +50,17 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     try:
         loaded = load_with_sources(args.config, rest)
     except UserError as error:
-        lines = [Problem(line) for line in error.problems]
+        lines = [Finding(line) for line in error.problems]
         _report(node, [*lines, *check_named_paths(args.config, rest, error.problems)], started)
         return EXIT_BAD_INPUT
+    make_importable(loaded.path.parent)
     problems = run_checks(loaded.config, args.nodes, args.nproc, args.node_rank, os.environ)
     if any(problem.kind == "error" for problem in problems):
         _report(node, problems, started)
         return EXIT_BAD_INPUT
     spec = resolve_here(loaded.config)
     if args.join and args.nodes > 1:
-        problems += [Problem(line) for line in _call_roll(args, loaded, spec)]
+        problems += [Finding(line) for line in _call_roll(args, loaded, spec)]
     _report(node, problems, started)
     if any(problem.kind == "error" for problem in problems):
         return EXIT_BAD_INPUT
@@ -95,7 +97,11 @@ def _call_roll(args: argparse.Namespace, loaded: LoadedConfig, spec: RunSpec) ->
         args.nodes,
         args.nproc,
         code_digest(Path(wan_trainer.__file__).parent),
-        {**common_values(loaded.config), "device": spec.device},
+        {
+            **common_values(loaded.config),
+            "device": spec.device,
+            **{f"the source of {key}": digest for key, digest in source_digests(spec).items()},
+        },
     )
     address = os.environ.get("MASTER_ADDR") or DEFAULT_ADDRESS
     port = _from_environment("MASTER_PORT", DEFAULT_PORT)
@@ -108,7 +114,7 @@ def _call_roll(args: argparse.Namespace, loaded: LoadedConfig, spec: RunSpec) ->
     return call_roll(report, address, port, spec.rendezvous_timeout_s)
 
 
-def _report(node: str, problems: Sequence[Problem], started: float) -> None:
+def _report(node: str, problems: Sequence[Finding], started: float) -> None:
     for kind in ("note", "warning", "error"):
         for problem in problems:
             if problem.kind == kind:

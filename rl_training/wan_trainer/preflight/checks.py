@@ -13,16 +13,18 @@ from wan_trainer.config.specs import Family, RuleRewardSpec, RunSpec, Target
 from wan_trainer.models.wan.architecture import check_heads, model_shape
 from wan_trainer.models.wan.directory import check_directory
 from wan_trainer.preflight.cuda import cuda_devices
+from wan_trainer.preflight.finding import Finding
 from wan_trainer.preflight.inputs import check_clip_length, check_dataset, check_evaluator, check_queue
+from wan_trainer.preflight.kernels import check_kernels
 from wan_trainer.preflight.machine import check_accelerator, check_disk
 from wan_trainer.preflight.network import check_rendezvous
 from wan_trainer.preflight.openings import check_openings, check_own_reward
-from wan_trainer.preflight.problem import Problem
 from wan_trainer.topology import FAMILIES, Topology
 from wan_trainer.types import UserError
 
 DEFAULT_ADDRESS = "127.0.0.1"
 DEFAULT_PORT = 29500
+DEFAULT_HEAD_DIM = 128
 # Stands in for a family that cannot be told yet; its shape rules are those that every family shares.
 _ANY_FAMILY: Family = "t2v-1.3b"
 
@@ -38,36 +40,38 @@ def resolve_here(config: GrpoConfig, family: Family | None = None) -> RunSpec:
 
 def run_checks(
     config: GrpoConfig, nodes: int, nproc: int, rank: int, env: Mapping[str, str]
-) -> list[Problem]:
+) -> list[Finding]:
     """Every finding on this node: config, model, data, reward, machine and network, in this order."""
     settled = resolve_device(config, cuda_available=_cuda(config))
-    problems = [Problem(line) for line in unbuilt(settled)]
+    problems = [Finding(line) for line in unbuilt(settled)]
     topology: Topology | None = None
     try:
         topology = topology_of(config, nodes, nproc)
     except UserError as error:
-        problems += [Problem(line) for line in error.problems]
+        problems += [Finding(line) for line in error.problems]
     family = known_family(config)
     try:
         spec = resolve_here(config, family or _ANY_FAMILY)
     except UserError as error:
-        return problems + [Problem(line) for line in error.problems] + check_network(nodes, rank, env)
+        return problems + [Finding(line) for line in error.problems] + check_network(nodes, rank, env)
     model_lines = check_directory(spec.model.path, family)
-    problems += [Problem(line) for line in model_lines]
+    problems += [Finding(line) for line in model_lines]
+    head_dim = DEFAULT_HEAD_DIM
     if family is not None:
-        heads = check_heads(
-            model_shape(spec.model.path, family).transformer, spec.parallel.tensor_parallel_size
-        )
-        problems += [Problem(heads)] if heads else []
+        shape = model_shape(spec.model.path, family).transformer
+        head_dim = shape.attention_head_dim
+        heads = check_heads(shape, spec.parallel.tensor_parallel_size)
+        problems += [Finding(heads)] if heads else []
     problems += check_openings(spec)
     problems += check_inputs(spec, topology, needs_image=family is not None and FAMILIES[family].needs_image)
     problems += check_accelerator(spec.device, nproc, env, stated=config.device)
+    problems += check_kernels(spec.model, head_dim, env)
     if not model_lines:
         problems += check_disk(spec.output.output_dir, spec.model, spec.optimizer.ema_decay > 0)
     return problems + check_network(nodes, rank, env)
 
 
-def check_inputs(spec: RunSpec, topology: Topology | None, *, needs_image: bool) -> list[Problem]:
+def check_inputs(spec: RunSpec, topology: Topology | None, *, needs_image: bool) -> list[Finding]:
     """Dataset and reward, and what each asks of the other."""
     problems, tasks = check_dataset(spec.data, needs_image=needs_image)
     # Another kind of reward has its checks with its service.
@@ -82,16 +86,16 @@ def check_inputs(spec: RunSpec, topology: Topology | None, *, needs_image: bool)
     return problems
 
 
-def check_network(nodes: int, rank: int, env: Mapping[str, str]) -> list[Problem]:
+def check_network(nodes: int, rank: int, env: Mapping[str, str]) -> list[Finding]:
     """The rendezvous of the environment, as the launcher sets it."""
     address = env.get("MASTER_ADDR") or DEFAULT_ADDRESS
     port = env.get("MASTER_PORT") or str(DEFAULT_PORT)
     if not port.isdecimal() or not 1 <= int(port) <= 65535:
-        return [Problem(f"MASTER_PORT is '{port}': set a port in 1..65535")]
+        return [Finding(f"MASTER_PORT is '{port}': set a port in 1..65535")]
     return check_rendezvous(address, int(port), nodes, rank)
 
 
-def count_scorers(reward: RuleRewardSpec, topology: Topology) -> Problem:
+def count_scorers(reward: RuleRewardSpec, topology: Topology) -> Finding:
     """Scorer processes and threads of this node: the config counts them per rank, easily overlooked."""
     # The ranks of one tensor-parallel group share their rollouts, and one of them submits.
     submitting = topology.nproc // topology.tp
@@ -104,8 +108,8 @@ def count_scorers(reward: RuleRewardSpec, topology: Topology) -> Problem:
     )
     if threads > 4 * cores:
         remedy = "set fewer --vbvr_reward_cpu_workers or --vbvr_reward_cpu_threads_per_worker"
-        return Problem(f"{line}: {remedy}", "warning")
-    return Problem(line, "note")
+        return Finding(f"{line}: {remedy}", "warning")
+    return Finding(line, "note")
 
 
 def _cuda(config: GrpoConfig) -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 from wan_trainer.config.specs import DataSpec, RuleRewardSpec
 from wan_trainer.data.dataset import load_dataset
 from wan_trainer.media import kept_frames
+from wan_trainer.preflight.finding import Finding
 from wan_trainer.preflight.machine import check_scratch
-from wan_trainer.preflight.problem import Problem
 from wan_trainer.rewards.evalkit import check_checkout, supported_tasks, unsupported_message
 from wan_trainer.topology import Topology, check_pending
 from wan_trainer.types import Sample, UserError
@@ -19,7 +19,7 @@ from wan_trainer.types import Sample, UserError
 _SAMPLED = 16
 
 
-def check_dataset(spec: DataSpec, *, needs_image: bool) -> tuple[list[Problem], tuple[str, ...]]:
+def check_dataset(spec: DataSpec, *, needs_image: bool) -> tuple[list[Finding], tuple[str, ...]]:
     """The descriptor, the number of samples and the files of a few; also the names of all tasks.
 
     Only a few samples are opened: a dataset of 50,000 on shared storage would take minutes.
@@ -27,20 +27,20 @@ def check_dataset(spec: DataSpec, *, needs_image: bool) -> tuple[list[Problem], 
     try:
         dataset = load_dataset(spec)
     except UserError as error:
-        return [Problem(line) for line in error.problems], ()
-    problems: list[Problem] = []
+        return [Finding(line) for line in error.problems], ()
+    problems: list[Finding] = []
     for index in range(0, len(dataset), max(1, len(dataset) // _SAMPLED)):
         try:
             problems += _check_sample(dataset[index], needs_image)
         except UserError as error:
-            problems += [Problem(line) for line in error.problems]
+            problems += [Finding(line) for line in error.problems]
     return problems, dataset.tasks
 
 
-def _check_sample(sample: Sample, needs_image: bool) -> list[Problem]:
+def _check_sample(sample: Sample, needs_image: bool) -> list[Finding]:
     files = (sample.first_frame, sample.ground_truth_video, sample.final_frame, sample.metadata)
     problems = [
-        Problem(
+        Finding(
             f"dataset_json: {path} of sample {sample.sample_id} is missing or empty: unpack its task again"
         )
         for path in files
@@ -50,41 +50,41 @@ def _check_sample(sample: Sample, needs_image: bool) -> list[Problem]:
         line = (
             f"dataset_json: sample {sample.sample_id} has no first frame, an image-to-video model needs one"
         )
-        problems.append(Problem(f"{line}: add the image, or use a text-to-video model"))
+        problems.append(Finding(f"{line}: add the image, or use a text-to-video model"))
     return problems
 
 
-def check_evaluator(spec: RuleRewardSpec, tasks: Sequence[str]) -> list[Problem]:
+def check_evaluator(spec: RuleRewardSpec, tasks: Sequence[str]) -> list[Finding]:
     """The pinned evaluator: its digest, that it imports, the tasks it knows, EasyOCR's models and ffprobe."""
-    problems: list[Problem] = []
+    problems: list[Finding] = []
     try:
         check_checkout(spec.evalkit_dir, spec.source_sha256)
         problems += _check_tasks(spec, tasks)
     except UserError as error:
-        problems += [Problem(line) for line in error.problems]
+        problems += [Finding(line) for line in error.problems]
     ocr = spec.easyocr_module_path
     if ocr is not None and not ocr.is_dir():
         line = f"vbvr_reward_easyocr_module_path: {ocr} is not a directory"
-        problems.append(Problem(f"{line}: put EasyOCR's models there, or set null"))
+        problems.append(Finding(f"{line}: put EasyOCR's models there, or set null"))
     if shutil.which("ffprobe") is None and _mentions(spec.evalkit_dir, "ffprobe"):
         line = f"the evaluator in {spec.evalkit_dir} calls ffprobe, which is not on PATH: install ffmpeg"
-        problems.append(Problem(line))
+        problems.append(Finding(line))
     return problems + check_scratch("vbvr_reward_tmp_dir", spec.tmp_dir)
 
 
-def _check_tasks(spec: RuleRewardSpec, tasks: Sequence[str]) -> list[Problem]:
+def _check_tasks(spec: RuleRewardSpec, tasks: Sequence[str]) -> list[Finding]:
     if not tasks:
         return []
     names = supported_tasks(spec.evalkit_dir, tasks, easyocr_module_path=spec.easyocr_module_path)
     if not names.unknown:
         return []
     if spec.unsupported_score is None or not names.known:
-        return [Problem(unsupported_message(names.unknown))]
+        return [Finding(unsupported_message(names.unknown))]
     line = (
         f"{len(names.unknown)} of {len(tasks)} tasks have no scorer (first: {next(iter(names.unknown))}) and "
         f"all score vbvr_reward_unsupported_score {spec.unsupported_score:g}: their groups teach nothing"
     )
-    return [Problem(line, "warning")]
+    return [Finding(line, "warning")]
 
 
 def _mentions(directory: Path, word: str) -> bool:
@@ -94,7 +94,7 @@ def _mentions(directory: Path, word: str) -> bool:
     )
 
 
-def check_clip_length(data: DataSpec, reward: RuleRewardSpec) -> list[Problem]:
+def check_clip_length(data: DataSpec, reward: RuleRewardSpec) -> list[Finding]:
     """A rollout longer than the evaluator's limit loses its tail, and with it the judged final frame."""
     kept = kept_frames(data.num_frames, reward.fps, reward.max_duration_s)
     if kept == data.num_frames:
@@ -106,10 +106,10 @@ def check_clip_length(data: DataSpec, reward: RuleRewardSpec) -> list[Problem]:
         f"the first {kept} frames ({reward.max_duration_s:g} s) and never the final one: set "
         f"--vbvr_reward_max_duration_seconds {seconds:g}, or --num_frames {(kept - 1) // 4 * 4 + 1}"
     )
-    return [Problem(line, "warning")]
+    return [Finding(line, "warning")]
 
 
-def check_queue(reward: RuleRewardSpec, topology: Topology, depth: int) -> list[Problem]:
+def check_queue(reward: RuleRewardSpec, topology: Topology, depth: int) -> list[Finding]:
     """The scoring queue of a rank must hold all rollouts that can wait for a verdict at once."""
     line = check_pending("vbvr_reward_max_pending_jobs", reward.max_pending_jobs, topology, depth)
-    return [] if line is None else [Problem(line)]
+    return [] if line is None else [Finding(line)]

@@ -14,47 +14,48 @@ from wan_trainer.config.specs import Device, ModelSpec
 from wan_trainer.models.wan.directory import EXPERTS, trained_experts
 from wan_trainer.models.wan.weight_files import count_adapter_elements, count_elements
 from wan_trainer.preflight.cuda import cuda_devices
-from wan_trainer.preflight.problem import Problem
+from wan_trainer.preflight.finding import Finding
+from wan_trainer.preflight.kernels import check_triton_cache
 
 _TRITON_TIMEOUT_S = 120.0
 _TRITON_PROBE = "from triton.runtime import driver; print(driver.active.get_current_target())"
-_GIB = 1 << 30
 
 
-def check_accelerator(device: Device, nproc: int, env: Mapping[str, str], *, stated: str) -> list[Problem]:
+def check_accelerator(device: Device, nproc: int, env: Mapping[str, str], *, stated: str) -> list[Finding]:
     """GPU checks for a CUDA run; on the CPU one note that there are none. `stated`: the config's device."""
     if device == "cpu":
         why = "" if stated == "cpu" else f" ({cuda_devices().reason})"
-        return [Problem(f"device is cpu{why}: CUDA devices, compiler and Triton were not checked", "note")]
+        return [Finding(f"device is cpu{why}: CUDA devices, compiler and Triton were not checked", "note")]
     found = cuda_devices()
     if not found.count:
         line = (
             f"device is cuda, but {found.reason}: run where there are GPUs and a driver that suits torch, or "
             "pass --device cpu (gloo; meant for tiny models)"
         )
-        return [Problem(line)]
-    problems: list[Problem] = []
+        return [Finding(line)]
+    problems: list[Finding] = []
     count = found.count
     if count < nproc:
         visible = env.get("CUDA_VISIBLE_DEVICES")
         which = f"CUDA_VISIBLE_DEVICES={visible} leaves" if visible is not None else "this machine has"
-        problems.append(Problem(f"--nproc {nproc}, but {which} {count} CUDA devices: pass --nproc {count}"))
+        problems.append(Finding(f"--nproc {nproc}, but {which} {count} CUDA devices: pass --nproc {count}"))
     if env.get("WAN_TRAINER_SKIP_TRITON_PREFLIGHT") == "1":
         problems.append(
-            Problem("WAN_TRAINER_SKIP_TRITON_PREFLIGHT=1: compiler and Triton were not checked", "note")
+            Finding("WAN_TRAINER_SKIP_TRITON_PREFLIGHT=1: compiler and Triton were not checked", "note")
         )
         return problems
-    toolchain = check_toolchain(env)
-    return problems + (toolchain or check_triton())
+    toolchain = check_toolchain(env) + check_triton_cache(env)
+    problems += toolchain
+    return problems if any(finding.kind == "error" for finding in toolchain) else problems + check_triton()
 
 
-def check_toolchain(env: Mapping[str, str]) -> list[Problem]:
+def check_toolchain(env: Mapping[str, str]) -> list[Finding]:
     """Triton compiles a C extension against Python.h when it starts."""
-    problems: list[Problem] = []
+    problems: list[Finding] = []
     compilers = [env["CC"]] if env.get("CC") else ["gcc", "cc", "clang"]
     if not any(shutil.which(compiler, path=env.get("PATH")) for compiler in compilers):
         line = f"no C compiler ({', '.join(compilers)}) on PATH, Triton needs one: install gcc, or set CC"
-        problems.append(Problem(line))
+        problems.append(Finding(line))
     folders = [sysconfig.get_path("include")]
     for name in ("CPATH", "C_INCLUDE_PATH"):
         folders += [folder for folder in env.get(name, "").split(os.pathsep) if folder]
@@ -63,11 +64,11 @@ def check_toolchain(env: Mapping[str, str]) -> list[Problem]:
             f"Python.h is not in {folders[0]}, Triton needs it: install the headers of Python 3.12 "
             "(python3.12-dev), or set WAN_TRAINER_PYTHON_INCLUDE to their directory"
         )
-        problems.append(Problem(line))
+        problems.append(Finding(line))
     return problems
 
 
-def check_triton() -> list[Problem]:
+def check_triton() -> list[Finding]:
     """Build and load Triton's driver in a process of its own, so that preflight holds no GPU memory."""
     command = [sys.executable, "-c", _TRITON_PROBE]
     try:
@@ -82,15 +83,15 @@ def check_triton() -> list[Problem]:
         f"Triton cannot build its driver ({reason}): check TRITON_CACHE_DIR, the compiler and libcuda.so.1, "
         "or set WAN_TRAINER_SKIP_TRITON_PREFLIGHT=1 when nothing compiled is used"
     )
-    return [Problem(line)]
+    return [Finding(line)]
 
 
-def check_disk(output_dir: Path, model: ModelSpec, ema: bool) -> list[Problem]:
+def check_disk(output_dir: Path, model: ModelSpec, ema: bool) -> list[Finding]:
     """Writable, and room for two checkpoints: fp32 parameters, two Adam moments, and EMA if there is one."""
     folder = nearest_existing(output_dir)
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         return [
-            Problem(
+            Finding(
                 f"output_dir {output_dir}: {folder} is not a writable directory: set another --output_dir"
             )
         ]
@@ -99,10 +100,10 @@ def check_disk(output_dir: Path, model: ModelSpec, ema: bool) -> list[Problem]:
     if free >= needed:
         return []
     line = (
-        f"output_dir {output_dir} has {free / _GIB:.1f} GiB free, two checkpoints need "
-        f"{needed / _GIB:.1f} GiB: free some space or set another --output_dir"
+        f"output_dir {output_dir} has {_size(free)} free, two checkpoints need {_size(needed)}: free some "
+        "space or set another --output_dir"
     )
-    return [Problem(line)]
+    return [Finding(line)]
 
 
 def checkpoint_elements(model: ModelSpec) -> int:
@@ -115,12 +116,25 @@ def checkpoint_elements(model: ModelSpec) -> int:
     return sum(count_adapter_elements(path, lora.rank, lora.target_modules) for path in components)
 
 
-def check_scratch(name: str, folder: Path) -> list[Problem]:
+def _size(count: int) -> str:
+    """A number of bytes in the unit in which it has digits."""
+    unit, name = next(
+        (
+            (1 << shift, name)
+            for shift, name in ((30, "GiB"), (20, "MiB"), (10, "KiB"))
+            if count >= 1 << shift
+        ),
+        (1, "bytes"),
+    )
+    return f"{count / unit:.1f} {name}" if unit > 1 else f"{count} {name}"
+
+
+def check_scratch(name: str, folder: Path) -> list[Finding]:
     """A directory for temporary files can be made and written."""
     existing = nearest_existing(folder)
     if existing.is_dir() and os.access(existing, os.W_OK):
         return []
-    return [Problem(f"{name} {folder}: {existing} is not a writable directory: set another --{name}")]
+    return [Finding(f"{name} {folder}: {existing} is not a writable directory: set another --{name}")]
 
 
 def nearest_existing(path: Path) -> Path:

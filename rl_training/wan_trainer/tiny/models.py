@@ -20,9 +20,11 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 from diffusers.pipelines.wan.pipeline_wan_i2v import WanImageToVideoPipeline
 from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
+from diffusers.utils import logging as diffusers_logging
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import Unigram
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+from transformers.utils import logging as transformers_logging
 
 from wan_trainer.tiny.analytic_vae import CHANNELS, set_block_mean_weights
 from wan_trainer.types import UserError
@@ -60,6 +62,7 @@ def make_tiny(family: str, out: Path, seed: int = 0) -> Path:
     refuse_foreign(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.{uuid.uuid4().hex}.partial")
+    quieten()
     try:
         build_pipeline(family, seed).save_pretrained(partial)
         (partial / TINY_MARKER).write_text(json.dumps({"family": family, "seed": seed}) + "\n")
@@ -67,6 +70,12 @@ def make_tiny(family: str, out: Path, seed: int = 0) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return out
+
+
+def quieten() -> None:
+    """Diffusers and transformers draw progress bars for files of a megabyte, also where nobody watches."""
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
 
 
 def refuse_foreign(out: Path) -> None:

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 from wan_trainer.media.atomic import replacing
 from wan_trainer.tiny.analytic_vae import block_mean
+from wan_trainer.tiny.models import quieten
 from wan_trainer.tiny.tasks import TASKS, TRAVEL, SlideTask, draw, prompt, scene
 
 Pipeline = WanPipeline | WanImageToVideoPipeline
@@ -81,6 +82,7 @@ def load_pipeline(model_dir: Path) -> Pipeline:
     """The Diffusers pipeline in `model_dir`, in float32 on the CPU."""
     index = json.loads((model_dir / "model_index.json").read_text())
     kind = WanPipeline if index["_class_name"] == "WanPipeline" else WanImageToVideoPipeline
+    quieten()
     return kind.from_pretrained(model_dir)
 
 

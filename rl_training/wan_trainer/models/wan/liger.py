@@ -66,6 +66,12 @@ def use_liger(expert: WanTransformer3DModel, device: torch.device) -> None:
     after tensor parallelism, whose sharded norms are classes of their own and stay too, and before
     compilation and FSDP, which hold on to modules. Raises UserError where Triton or CUDA is missing.
     """
+    check_liger(device)
+    replace_norms(expert)
+
+
+def check_liger(device: torch.device) -> None:
+    """Raise UserError, with the reason, where Liger's kernels cannot run."""
     if device.type != "cuda":
         raise UserError(
             f"use_liger_kernel: true needs a CUDA device, and this run is on {device.type}; use "
@@ -75,7 +81,6 @@ def use_liger(expert: WanTransformer3DModel, device: torch.device) -> None:
         raise UserError(
             f"use_liger_kernel: true: liger-kernel does not import ({_missing}); use --no-use_liger_kernel"
         )
-    replace_norms(expert)
 
 
 def replace_norms(expert: nn.Module) -> None:

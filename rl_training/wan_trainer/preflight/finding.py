@@ -9,7 +9,7 @@ Kind = Literal["error", "warning", "note"]
 
 
 @dataclass(frozen=True)
-class Problem:
+class Finding:
     """A finding. Only an error keeps a run from starting; a note says what was counted or skipped."""
 
     message: str
