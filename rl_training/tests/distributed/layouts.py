@@ -41,7 +41,6 @@ LAYOUTS: dict[str, tuple[int, int, int]] = {
     "fsdp4": (1, 4, 1),
     "hsdp2x2": (2, 2, 1),
     "tp2 x fsdp2": (1, 2, 2),
-    "tp2 x replicas2": (2, 1, 2),
 }
 """dp_replicate, dp_shard, tp."""
 
