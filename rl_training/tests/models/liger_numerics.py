@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton.language as tl
 from diffusers.models.normalization import FP32LayerNorm
 from liger_kernel.ops import layer_norm as liger_layer_norm
 from liger_kernel.ops import rms_norm as liger_rms_norm
 from torch import nn
+from triton.runtime import interpreter
 
 from wan_trainer.models.wan.liger import LigerLayerNorm, LigerRMSNorm
 
+_convert = interpreter._implicit_cvt
+
+
+def _convert_numbers_too(argument: object) -> object:
+    """Compiled kernels receive a Python float as a float32 scalar; the interpreter passes it as it is."""
+    if isinstance(argument, float):
+        return tl.tensor(interpreter.TensorHandle(np.array([argument], np.float32), tl.float32), tl.float32)
+    return _convert(argument)
+
+
+interpreter._implicit_cvt = _convert_numbers_too
 # CUDA's own rsqrt has no counterpart in the interpreter; Triton's is the same function.
 liger_layer_norm.rsqrt = liger_rms_norm.rsqrt = tl.rsqrt
 

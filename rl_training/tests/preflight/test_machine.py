@@ -16,6 +16,7 @@ from wan_trainer.preflight.machine import (
     check_toolchain,
     check_triton,
     checkpoint_elements,
+    compiler_environment,
     nearest_existing,
 )
 
@@ -72,11 +73,24 @@ def test_headers_elsewhere_and_a_compiler_on_path_pass(tmp_path, monkeypatch):
     (tmp_path / "Python.h").touch()
     fake_compiler(tmp_path)
     assert check_toolchain({"PATH": str(tmp_path), "CPATH": f"/nowhere:{tmp_path}"}) == []
+    env = {"PATH": str(tmp_path), "WAN_TRAINER_PYTHON_INCLUDE": str(tmp_path), "CPATH": "/nowhere"}
+    assert check_toolchain(env) != []
+    assert compiler_environment(env)["CPATH"] == f"{tmp_path}:/nowhere"
+    assert check_toolchain(compiler_environment(env)) == []
+    assert compiler_environment({"PATH": "/bin"}) == {"PATH": "/bin"}
+
+
+def test_headers_that_do_not_compile_are_found_by_compiling(tmp_path):
+    """With this machine's compiler: headers of the C library may be what is missing."""
+    assert check_toolchain(os.environ) == []
+    (tmp_path / "stdint.h").write_text("#error no C library here\n")
+    (finding,) = check_toolchain({**os.environ, "CPATH": str(tmp_path)})
+    assert "no C library here" in finding.message and "WAN_TRAINER_PYTHON_INCLUDE" in finding.message
 
 
 @pytest.mark.skipif(cuda_devices().count > 0, reason="this machine has a CUDA device")
 def test_triton_without_a_driver_gives_its_last_line():
-    (problem,) = check_triton()
+    (problem,) = check_triton(os.environ)
     assert problem.message.startswith("Triton cannot build its driver (")
 
 

@@ -17,7 +17,7 @@ from wan_trainer.preflight.cuda import cuda_devices
 from wan_trainer.preflight.finding import Finding
 from wan_trainer.preflight.kernels import check_triton_cache
 
-_TRITON_TIMEOUT_S = 120.0
+_TOOL_TIMEOUT_S = 120.0
 _TRITON_PROBE = "from triton.runtime import driver; print(driver.active.get_current_target())"
 
 
@@ -44,18 +44,29 @@ def check_accelerator(device: Device, nproc: int, env: Mapping[str, str], *, sta
             Finding("WAN_TRAINER_SKIP_TRITON_PREFLIGHT=1: compiler and Triton were not checked", "note")
         )
         return problems
+    env = compiler_environment(env)
     toolchain = check_toolchain(env) + check_triton_cache(env)
     problems += toolchain
-    return problems if any(finding.kind == "error" for finding in toolchain) else problems + check_triton()
+    return problems if any(finding.kind == "error" for finding in toolchain) else problems + check_triton(env)
+
+
+def compiler_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """`env` with WAN_TRAINER_PYTHON_INCLUDE on the compiler's path, as the launcher puts it there."""
+    include = env.get("WAN_TRAINER_PYTHON_INCLUDE")
+    known = env.get("CPATH", "").split(os.pathsep)
+    if not include or include in known:
+        return dict(env)
+    return {**env, "CPATH": os.pathsep.join([include, *filter(None, known)])}
 
 
 def check_toolchain(env: Mapping[str, str]) -> list[Finding]:
-    """Triton compiles a C extension against Python.h when it starts."""
-    problems: list[Finding] = []
-    compilers = [env["CC"]] if env.get("CC") else ["gcc", "cc", "clang"]
-    if not any(shutil.which(compiler, path=env.get("PATH")) for compiler in compilers):
-        line = f"no C compiler ({', '.join(compilers)}) on PATH, Triton needs one: install gcc, or set CC"
-        problems.append(Finding(line))
+    """Triton compiles a C extension against Python.h when it starts: compile as much of one here."""
+    findings: list[Finding] = []
+    names = [env["CC"]] if env.get("CC") else ["gcc", "cc", "clang"]
+    compiler = next(filter(None, (shutil.which(name, path=env.get("PATH")) for name in names)), None)
+    if compiler is None:
+        line = f"no C compiler ({', '.join(names)}) on PATH, Triton needs one: install gcc, or set CC"
+        findings.append(Finding(line))
     folders = [sysconfig.get_path("include")]
     for name in ("CPATH", "C_INCLUDE_PATH"):
         folders += [folder for folder in env.get(name, "").split(os.pathsep) if folder]
@@ -64,26 +75,51 @@ def check_toolchain(env: Mapping[str, str]) -> list[Finding]:
             f"Python.h is not in {folders[0]}, Triton needs it: install the headers of Python 3.12 "
             "(python3.12-dev), or set WAN_TRAINER_PYTHON_INCLUDE to their directory"
         )
-        problems.append(Finding(line))
-    return problems
+        findings.append(Finding(line))
+    if compiler is not None and not findings:
+        command = [compiler, "-fsyntax-only", f"-I{folders[0]}", "-x", "c", "-"]
+        reason = _failure(command, env, source="#include <stdint.h>\n#include <Python.h>\n", last=False)
+        if reason:
+            line = (
+                f"{compiler} does not compile Python.h ({reason}), Triton needs it: install the C library's "
+                "headers (libc6-dev) and those of this Python, or set CC and WAN_TRAINER_PYTHON_INCLUDE"
+            )
+            findings.append(Finding(line))
+    return findings
 
 
-def check_triton() -> list[Finding]:
+def check_triton(env: Mapping[str, str]) -> list[Finding]:
     """Build and load Triton's driver in a process of its own, so that preflight holds no GPU memory."""
-    command = [sys.executable, "-c", _TRITON_PROBE]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TRITON_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        reason = f"no answer within {_TRITON_TIMEOUT_S:g} s"
-    else:
-        if done.returncode == 0:
-            return []
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    reason = _failure([sys.executable, "-c", _TRITON_PROBE], env)
+    if not reason:
+        return []
     line = (
         f"Triton cannot build its driver ({reason}): check TRITON_CACHE_DIR, the compiler and libcuda.so.1, "
         "or set WAN_TRAINER_SKIP_TRITON_PREFLIGHT=1 when nothing compiled is used"
     )
     return [Finding(line)]
+
+
+def _failure(command: list[str], env: Mapping[str, str], *, source: str = "", last: bool = True) -> str:
+    """Why `command` fails, by the last line that it wrote to stderr or the first; empty when it does not."""
+    try:
+        done = subprocess.run(
+            command,
+            input=source,
+            env=dict(env),
+            capture_output=True,
+            text=True,
+            timeout=_TOOL_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_TOOL_TIMEOUT_S:g} s"
+    except OSError as error:
+        return str(error)
+    if done.returncode == 0:
+        return ""
+    lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    return lines[-1] if last else next((line for line in lines if "error" in line), lines[0])
 
 
 def check_disk(output_dir: Path, model: ModelSpec, ema: bool) -> list[Finding]:
