@@ -96,6 +96,7 @@ CHANGES = {
     "grpo_delayed_replay_clip_range": (0.01, {}),
     "grpo_updates_per_rollout": (2, {}),
     "grpo_adv_clip_max": (1.0, {}),
+    "grpo_loss": ({"_target_": "mine.losses.Loss", "power": 2.0}, {}),
     "grpo_kl_coeff": (0.1, {}),
     "ratio_gate_tolerance": (0.5, {}),
     "grpo_reward_fn": ("vbvr_vlm", {}),

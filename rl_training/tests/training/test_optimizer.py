@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from wan_trainer.config.specs import OptimizerSpec
-from wan_trainer.training.optimizer import NonFiniteError, Updater, build_optimizer, lr_factor
+from wan_trainer.training.ema import Ema
+from wan_trainer.training.lr_schedule import learning_rate_schedule
+from wan_trainer.training.optimizer import NonFiniteError, Updater, build_optimizer
 
 SPEC = OptimizerSpec(
     learning_rate=1e-2,
@@ -27,9 +29,10 @@ SPEC = OptimizerSpec(
 
 
 def test_schedules_have_their_published_shapes() -> None:
-    assert [lr_factor(i, "constant", 5, 10) for i in (0, 3, 99)] == [1.0, 1.0, 1.0]
-    assert [lr_factor(i, "linear_warmup", 4, 10) for i in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    cosine = [lr_factor(i, "cosine", 2, 12) for i in range(13)]
+    assert [learning_rate_schedule("constant", 5)(i, 10) for i in (0, 3, 99)] == [1.0, 1.0, 1.0]
+    warm = learning_rate_schedule("linear_warmup", 4)
+    assert [warm(i, 10) for i in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    cosine = [learning_rate_schedule("cosine", 2)(i, 12) for i in range(13)]
     assert cosine[:3] == [0.5, 1.0, 1.0]
     assert cosine[7] == pytest.approx(0.5)
     assert cosine[12] == pytest.approx(0.0)
@@ -94,3 +97,29 @@ def test_the_schedule_continues_from_the_number_of_updates_done() -> None:
             model.weight.grad = torch.ones(1, 3)
             rates.append(updater.step().lr)
     assert rates[3:5] == rates[5:7]
+
+
+def test_an_update_without_any_gradient_changes_nothing_and_is_no_fault() -> None:
+    model = _one_weight()
+    ema = Ema(model.named_parameters(), 0.5)
+    updater = Updater(build_optimizer(model.parameters(), SPEC), SPEC, horizon=10, ema=ema)
+    model.weight.grad = torch.ones(1, 3)
+    assert not updater.step().skipped
+    before, average = model.weight.detach().clone(), ema.averages["weight"].clone()
+    for _ in range(SPEC.max_nonfinite_steps + 1):
+        result = updater.step()
+        assert result.skipped and result.grad_norm == 0
+    # Neither weight decay nor the first moment moved it.
+    assert torch.equal(model.weight, before) and torch.equal(ema.averages["weight"], average)
+    assert updater.updates == SPEC.max_nonfinite_steps + 2
+
+
+def test_no_tolerance_for_nonfinite_gradients_stops_at_the_first_only() -> None:
+    model = _one_weight()
+    spec = dataclasses.replace(SPEC, max_nonfinite_steps=0)
+    updater = Updater(build_optimizer(model.parameters(), spec), spec, horizon=10)
+    model.weight.grad = torch.ones(1, 3)
+    assert not updater.step().skipped
+    model.weight.grad = torch.full((1, 3), math.nan)
+    with pytest.raises(NonFiniteError):
+        updater.step()

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from wan_trainer.config.fields import key
 from wan_trainer.config.sections import Pair, Section
+from wan_trainer.config.target import TargetMapping
 
 SHA256 = r"^[0-9a-f]{64}$"
 
@@ -21,14 +22,18 @@ class GrpoSection(Section):
         None, "Rollouts replayed in one batched call; null takes grpo_sample_batch_size.", ge=1
     )
     grpo_num_sampling_steps: int = key(30, "Denoising steps of a rollout.", group="sampler", ge=2)
-    grpo_sde_formula: Literal["flowcps", "dancegrpo", "flowgrpo"] = key(
+    grpo_sde_formula: Literal["flowcps", "dancegrpo", "flowgrpo"] | TargetMapping = key(
         "flowcps", "Stochastic transition of the sampler.", group="sampler"
     )
     grpo_sde_noise_scale: float = key(
-        0.7, "Noise strength eta: 0 to 1 with flowcps, above 0 and at most 2 otherwise.", group="sampler"
+        0.7,
+        "Noise strength eta: 0 to 1 with flowcps, above 0 and at most 2 otherwise, above 0 with your own.",
+        group="sampler",
     )
     grpo_cps_noise_scale_range: Pair | None = key(
-        None, "With flowcps: draw eta uniformly from these bounds, once a prompt and step.", group="sampler"
+        None,
+        "With flowcps or your own: draw eta uniformly from these bounds, once a prompt and step.",
+        group="sampler",
     )
     flow_shift: float | None = key(
         None, "Shift of the noise schedule; null takes the model's own.", group="sampler", gt=0
@@ -68,6 +73,9 @@ class GrpoSection(Section):
         1, "Optimizer updates made from each rollout.", group="optimization", ge=1
     )
     grpo_adv_clip_max: float = key(5.0, "Advantages are clamped to this size.", group="optimization", gt=0)
+    grpo_loss: TargetMapping | None = key(
+        None, "Policy loss of your own; null is the clipped surrogate.", group="optimization"
+    )
     grpo_kl_coeff: float = key(
         0.0, "Weight of the divergence from the starting policy; 0 builds none.", group="optimization", ge=0
     )
@@ -76,8 +84,8 @@ class GrpoSection(Section):
         "Largest distance of the ratio from 1 when nothing was updated; null is a tenth of grpo_clip_range.",
         gt=0,
     )
-    grpo_reward_fn: Literal["vbvr_rule", "vbvr_vlm"] = key(
-        "vbvr_rule", "Reward: the rule evaluator or the vision-language judge.", group="reward"
+    grpo_reward_fn: Literal["vbvr_rule", "vbvr_vlm"] | TargetMapping = key(
+        "vbvr_rule", "Reward: the rule evaluator, the vision-language judge, or your own.", group="reward"
     )
     reward_weights: dict[str, float] = key(
         {"score": 1.0},

@@ -318,16 +318,6 @@ def _schedule(config: GrpoConfig) -> Iterator[Problem]:
             "warmup_steps: 0 and give it as an argument of the target",
             "lr_scheduler",
         )
-    updates = None
-    if config.max_steps is not None:
-        updates = config.max_steps // accumulation * config.grpo_updates_per_rollout
-    if updates is not None and config.warmup_steps > updates:
-        yield refuse(
-            "warmup_steps",
-            f"{config.warmup_steps} is longer than the run of {updates} updates (max_steps "
-            f"{config.max_steps}); use --warmup_steps 0",
-            "max_steps",
-        )
     for name, value in (("save_steps", config.save_steps), ("max_steps", config.max_steps)):
         if value and value % accumulation:
             near = [

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal, cast, get_args, get_origin
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
+from wan_trainer.config.target import TargetMapping
+
 Group = Literal["model", "data", "reward", "sampler", "optimization"]
 """Contract groups: keys that a resumed run must not change silently. Output and topology keys are in none."""
 
@@ -41,11 +43,12 @@ def key(
 class KeyInfo:
     """What the loader and the documentation know of one key.
 
-    kind: the shape of a value. choices: the allowed words of a "choice" key.
+    kind: the shape of a value. choices: the allowed words of a "choice" key. target: a mapping with
+    `_target_` is accepted too.
     """
 
     name: str
-    kind: Literal["bool", "int", "float", "str", "choice", "list", "pair", "dict"]
+    kind: Literal["bool", "int", "float", "str", "choice", "list", "pair", "dict", "target"]
     nullable: bool
     choices: tuple[str, ...]
     default: Any
@@ -54,13 +57,17 @@ class KeyInfo:
     path: bool
     secret: bool
     required: bool
+    target: bool
 
     @property
     def type_name(self) -> str:
         """The type as the documentation words it."""
         words = {"str": "path" if self.path else "text", "list": "list of text", "pair": "two numbers"}
         words |= {"dict": "name: number", "int": "whole number", "float": "number", "bool": "true or false"}
+        words["target"] = "mapping with `_target_`"
         shown = ", ".join(self.choices) if self.kind == "choice" else words[self.kind]
+        if self.target and self.kind != "target":
+            shown += f" or {words['target']}"
         return f"{shown} or null" if self.nullable else shown
 
 
@@ -69,14 +76,18 @@ def describe(name: str, field: FieldInfo) -> KeyInfo:
     annotation = field.annotation
     members = get_args(annotation)
     nullable = NoneType in members
+    target = TargetMapping in members
     inner: Any = annotation
-    if nullable:
-        inner = next(member for member in members if member is not NoneType)
-    if get_origin(inner) is Annotated:
+    if nullable or target:
+        own = [member for member in members if member is not NoneType and member != TargetMapping]
+        inner = own[0] if own else TargetMapping
+    if inner != TargetMapping and get_origin(inner) is Annotated:
         inner = get_args(inner)[0]
     origin = get_origin(inner)
     choices: tuple[str, ...] = ()
-    if origin is Literal:
+    if inner == TargetMapping:
+        kind = "target"
+    elif origin is Literal:
         kind = "choice"
         choices = tuple(str(choice) for choice in get_args(inner))
     else:
@@ -104,4 +115,5 @@ def describe(name: str, field: FieldInfo) -> KeyInfo:
         path=bool(facts["path"]),
         secret=bool(facts["secret"]),
         required=bool(facts["required"]),
+        target=target,
     )

@@ -157,6 +157,8 @@ def _value_lines(details: Sequence[ErrorDetails], places: _Places) -> list[str]:
     for detail in details:
         name = str(detail["loc"][0])
         info = known[name]
+        if info.target and _is_other_form(detail, info):
+            continue
         inside = [str(part) for part in detail["loc"][1:] if isinstance(part, int) or info.kind == "dict"]
         if detail["type"] in _WRONG_COUNT:
             inside = []
@@ -166,6 +168,13 @@ def _value_lines(details: Sequence[ErrorDetails], places: _Places) -> list[str]:
         rule, remedy = _rule(detail, info, shown)
         lines.setdefault(name, f"{part} {places[name]}: {shown} {rule}; {remedy}")
     return list(lines.values())
+
+
+def _is_other_form(detail: ErrorDetails, info: KeyInfo) -> bool:
+    """A key that takes a word or a mapping complains about both; only the form that was written matters."""
+    if isinstance(detail["input"], dict):
+        return detail["type"] in ("literal_error", "string_type")
+    return detail["type"] == "dict_type" and info.kind != "target"
 
 
 def _shown(value: object) -> str:
@@ -198,6 +207,10 @@ def _rule(detail: ErrorDetails, info: KeyInfo, shown: str) -> tuple[str, str]:
             "ge",
             "le",
         ) else (f"use a value {words[name]} {limit}")
+    if kind == "target":
+        return limits["rule"], limits["remedy"]
+    if info.target and len(detail["loc"]) > 2:
+        return "is not plain data", "give a target's arguments as text, numbers, lists and mappings"
     if kind == "string_pattern_mismatch":
         return "is not a sha256 digest", "write its 64 lower-case hexadecimal digits"
     if kind == "finite_number":
@@ -231,6 +244,7 @@ def _example(info: KeyInfo) -> str:
         "str": "''",
         "list": "[a, b]",
         "pair": "[0.1, 0.9]",
+        "target": "{_target_: my_module.MyPart}",
     }
     samples |= {"dict": "{score: 1.0}", "choice": ""}
     default = info.default

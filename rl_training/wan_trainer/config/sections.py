@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from wan_trainer.config.fields import key
+from wan_trainer.config.target import TargetMapping
 
 
 def _pair_from_list(value: object) -> object:
@@ -60,7 +61,9 @@ class ModelSection(Section):
         min_length=1,
     )
     lora_module_prefix: str | None = key(
-        None, "Only modules whose name starts so get an adapter, for example blocks.", group="model"
+        None,
+        "Only modules whose name starts so get an adapter, for example blocks.0, transformer_2, high_noise.",
+        group="model",
     )
     base_lora: str | None = key(
         None, "Adapter merged into the weights before training.", group="model", path=True
@@ -118,7 +121,11 @@ class DataSection(Section):
 class RunSection(Section):
     title: ClassVar[str] = "Run and output"
 
-    trainer: str = key("dancegrpo", "Training algorithm; dancegrpo is GRPO.")
+    trainer: str | TargetMapping = key(
+        "dancegrpo",
+        "Training algorithm: dancegrpo is GRPO; or your own.",
+        group="optimization",
+    )
     device: Literal["auto", "cuda", "cpu"] = key("auto", "Where to run; auto is cuda where there is one.")
     seed: int = key(42, "Seed of every random draw.", group="sampler", ge=0)
     output_dir: str = key("", "Run directory.", path=True, required=True)
@@ -144,7 +151,7 @@ class OptimizerSection(Section):
     title: ClassVar[str] = "Optimizer"
 
     learning_rate: float = key(5e-6, "Peak learning rate of AdamW.", group="optimization", ge=0)
-    lr_scheduler: Literal["cosine", "linear_warmup", "constant"] = key(
+    lr_scheduler: Literal["cosine", "linear_warmup", "constant"] | TargetMapping = key(
         "cosine",
         "cosine: warm-up, then cosine to 0; linear_warmup: warm-up, then constant; constant: no warm-up.",
         group="optimization",

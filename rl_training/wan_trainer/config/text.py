@@ -227,6 +227,8 @@ def parse_tokens(info: KeyInfo, tokens: Sequence[str]) -> Any:
     text = tokens[0]
     if len(tokens) == 1 and info.nullable and text.strip().lower() in ("null", "none", "~"):
         return None
+    if info.target and text.lstrip().startswith("{"):
+        return _flow(text)
     if info.kind in ("list", "pair", "dict"):
         if len(tokens) == 1 and text.lstrip()[:1] in ("[", "{"):
             return _flow(text)

@@ -12,7 +12,7 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from wan_trainer.recording.identity import (
@@ -56,6 +56,7 @@ class RunFacts:
     config, sources: the resolved public config and where each value came from. contract_digests and
     contract_values: per group, what a resumed run must agree with. topology: any dataclass of plain values.
     device: in words. algorithm: "grpo", say. start_batch: batches already done when this start began.
+    targets: parts of the user's own by configuration key, with their import path and a digest of their source.
     """
 
     algorithm: str
@@ -73,6 +74,7 @@ class RunFacts:
     evaluator: EvaluatorIdentity | None
     code: CodeIdentity
     start_batch: int = 0
+    targets: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,7 @@ class RunRecord:
             "dataset": as_json(facts.dataset),
             "evaluator": as_json(facts.evaluator),
             "code": as_json(facts.code),
+            "targets": as_json(facts.targets),
             "packages": package_versions(),
             "final_checkpoint": None,
             "starts": [*_starts(previous), entry],

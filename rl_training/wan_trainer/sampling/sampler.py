@@ -12,9 +12,9 @@ from typing import Protocol
 
 import torch
 
-from wan_trainer.config.specs import Dtype, SamplerSpec, TransitionKind
+from wan_trainer.config.specs import Dtype, SamplerSpec, TransitionChoice
 from wan_trainer.sampling.noise import group_eta, initial_noise, step_noise
-from wan_trainer.sampling.transitions import TRANSITIONS, Transition, log_prob
+from wan_trainer.sampling.transitions import Transition, log_prob, transition_rule
 from wan_trainer.types import Condition, SampleId, StoredStep, Trajectory
 
 STORAGE_DTYPES: dict[Dtype, torch.dtype] = {
@@ -54,7 +54,7 @@ def sample(
         "the last step is deterministic and never replayed",
     )
     dtype = STORAGE_DTYPES[spec.trajectory_dtype]
-    transition_of = TRANSITIONS[spec.kind]
+    transition_of = transition_rule(spec.kind)
     mask = free_mask(condition, shape, device)
     eta = group_eta(spec.seed, ids, spec.eta, spec.eta_range).to(device)
     kept = frozenset(keep)
@@ -82,19 +82,19 @@ def sample(
 
 
 def replay_transition(
-    velocity: Velocity, condition: Condition, trajectory: Trajectory, step: StoredStep, kind: TransitionKind
+    velocity: Velocity, condition: Condition, trajectory: Trajectory, step: StoredStep, kind: TransitionChoice
 ) -> Transition:
     """The transition of a stored step under the current `velocity`; x_t, sigmas and eta are the rollout's."""
     x_t = pin(trajectory.latents[step.index], condition)
     predicted = velocity(x_t, step.sigma, condition)
-    return TRANSITIONS[kind](x_t, predicted, step.sigma, step.sigma_next, trajectory.eta)
+    return transition_rule(kind)(x_t, predicted, step.sigma, step.sigma_next, trajectory.eta)
 
 
 def stored_log_prob(
     condition: Condition,
     trajectory: Trajectory,
     step: StoredStep,
-    kind: TransitionKind,
+    kind: TransitionChoice,
     transition: Transition,
 ) -> torch.Tensor:
     """Log-probability of the stored x' under `transition`, (N,)."""
@@ -104,7 +104,7 @@ def stored_log_prob(
 
 
 def replay_log_prob(
-    velocity: Velocity, condition: Condition, trajectory: Trajectory, step: StoredStep, kind: TransitionKind
+    velocity: Velocity, condition: Condition, trajectory: Trajectory, step: StoredStep, kind: TransitionChoice
 ) -> torch.Tensor:
     """Log-probability of a stored step under the current `velocity`, (N,)."""
     transition = replay_transition(velocity, condition, trajectory, step, kind)

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, NamedTuple, Protocol, cast
 
 import torch
 
-from wan_trainer.config.specs import TransitionKind
+from wan_trainer.config.specs import Target, TransitionChoice, TransitionKind
+from wan_trainer.targets import construct, require, require_methods, user_code
 
 Sigma = float | torch.Tensor
 
@@ -71,28 +74,107 @@ def flow_grpo(
     return rf_sde(x_t, velocity, sigma, sigma_next, eta.to(x_t) * _sqrt(level / (1 - level)))
 
 
-TRANSITIONS: Mapping[TransitionKind, TransitionFunction] = {
-    "flowcps": flow_cps,
-    "dancegrpo": rf_sde,
-    "flowgrpo": flow_grpo,
+Density = Literal["gaussian", "surrogate"]
+
+
+class TransitionRule(Protocol):
+    """One stochastic denoising step and how its log-probability is taken (`log_prob`, `kl`).
+
+    A pure function of its arguments: rollout, replay and the KL term evaluate it on the same values and must
+    get the same bits, on every rank.
+    """
+
+    @property
+    def density(self) -> Density:
+        """gaussian: the mean log density under (mean, std); surrogate: -(x' - mean)^2, as flowcps has it."""
+        ...
+
+    def __call__(
+        self, x_t: torch.Tensor, velocity: torch.Tensor, sigma: Sigma, sigma_next: Sigma, eta: torch.Tensor
+    ) -> Transition:
+        """x_t, velocity: (N, C, F, H, W) float32; 1 >= sigma > sigma_next >= 0, one for all; eta: (N,) > 0.
+
+        The mean is differentiable in the velocity and, like std, float32. std: (N, 1, 1, 1, 1) or what
+        broadcasts so, >= 0. At the last step, sigma_next 0, only the mean is used; all must be finite.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _BuiltIn:
+    step: TransitionFunction
+    density: Density
+
+    def __call__(
+        self, x_t: torch.Tensor, velocity: torch.Tensor, sigma: Sigma, sigma_next: Sigma, eta: torch.Tensor
+    ) -> Transition:
+        return self.step(x_t, velocity, sigma, sigma_next, eta)
+
+
+TRANSITIONS: Mapping[TransitionKind, TransitionRule] = {
+    "flowcps": _BuiltIn(flow_cps, "surrogate"),
+    "dancegrpo": _BuiltIn(rf_sde, "gaussian"),
+    "flowgrpo": _BuiltIn(flow_grpo, "gaussian"),
 }
 
 
+@cache
+def transition_rule(kind: TransitionChoice) -> TransitionRule:
+    """The one lookup of rollout, replay and KL: a built-in rule, or the user's, called once in a process.
+
+    Raises UserError when a target is not what `TransitionRule` says.
+    """
+    if not isinstance(kind, Target):
+        return TRANSITIONS[kind]
+    key = "grpo_sde_formula"
+    part = construct(key, kind)
+    require_methods(key, kind, part, ["__call__"])
+    density = getattr(part, "density", None)
+    require(key, kind, density in ("gaussian", "surrogate"), "needs density = 'gaussian' or 'surrogate'")
+    rule = cast("TransitionRule", part)
+    _try_out(rule, key, kind)
+    return rule
+
+
+def _try_out(rule: TransitionRule, key: str, target: Target) -> None:
+    """Two samples through the first, a middle and the last step: shapes, dtypes, gradients, finite values."""
+    generator = torch.Generator().manual_seed(0)
+    x_t, velocity = torch.randn(2, 2, 3, 4, 2, 2, generator=generator)
+    velocity.requires_grad_()
+    for sigma, sigma_next in ((1.0, 0.9), (0.6, 0.5), (0.1, 0.0)):
+        with user_code(key, target):
+            step = rule(x_t, velocity, sigma, sigma_next, torch.tensor([0.3, 0.7]))
+            mean, std = step.mean, step.std
+            shape = torch.broadcast_shapes(std.shape, x_t.shape)
+        at = f"from sigma {sigma} to {sigma_next}"
+        fits = mean.shape == x_t.shape and shape == x_t.shape
+        require(key, target, fits, f"has mean {tuple(mean.shape)}, std {tuple(std.shape)} {at}")
+        single = mean.dtype == std.dtype == torch.float32
+        require(key, target, single, f"computes in {mean.dtype} and {std.dtype}, not in float32")
+        finite = bool(mean.isfinite().all() and std.isfinite().all() and (std >= 0).all())
+        require(key, target, finite, f"has a mean or std that is not finite, or a negative std, {at}")
+        require(key, target, mean.requires_grad, "has a mean without a gradient in the velocity")
+        again = rule(x_t, velocity, sigma, sigma_next, torch.tensor([0.3, 0.7]))
+        same = torch.equal(mean, again.mean) and torch.equal(std, again.std)
+        require(key, target, same, "gives another mean or std when asked again; it may hold no state")
+
+
 def log_prob(
-    kind: TransitionKind,
+    kind: TransitionChoice,
     x_next: torch.Tensor,
     transition: Transition,
     free_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Log-probability of x' per sample, (N,): the mean over the free elements, never the sum.
 
-    dancegrpo, flowgrpo: the Gaussian log density. flowcps: the published surrogate -(x' - mean)^2, without
-    1/(2*std^2) and normaliser, so one clip range is looser late in the rollout than early.
+    dancegrpo, flowgrpo (density "gaussian"): the Gaussian log density. flowcps ("surrogate"): the published
+    surrogate -(x' - mean)^2, without 1/(2*std^2) and normaliser, so one clip range is looser late in the
+    rollout than early.
     free_mask: bool, broadcastable to x_next; False elements (a pinned first frame) do not count.
     A Gaussian step of std 0 leaves the policy no choice: its log-probability is 0 by definition, never a nan.
     """
     squared = (x_next - transition.mean).square()
-    if kind == "flowcps":
+    if transition_rule(kind).density == "surrogate":
         return _free_mean(-squared, free_mask)
     std = transition.std
     safe = torch.where(std > 0, std, 1.0)
@@ -101,7 +183,7 @@ def log_prob(
 
 
 def kl(
-    kind: TransitionKind,
+    kind: TransitionChoice,
     transition: Transition,
     reference: Transition,
     free_mask: torch.Tensor | None = None,
@@ -112,7 +194,7 @@ def kl(
     Both transitions have the same std. Gaussian steps of std 0 count as 0, as in `log_prob`.
     """
     squared = (transition.mean - reference.mean).square()
-    if kind == "flowcps":
+    if transition_rule(kind).density == "surrogate":
         return _free_mean(squared, free_mask)
     std = transition.std
     safe = torch.where(std > 0, std, 1.0)

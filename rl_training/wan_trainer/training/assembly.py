@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from wan_trainer.algorithms.base import Algorithm, AlgorithmParts
+from wan_trainer.algorithms.build import build_algorithm
 from wan_trainer.algorithms.colocated import ColocatedRollouts
-from wan_trainer.algorithms.grpo import Grpo
 from wan_trainer.config.specs import RunSpec
-from wan_trainer.distributed.collectives import DataParallel
+from wan_trainer.distributed.collectives import DataParallel, TensorParallelPeers
 from wan_trainer.distributed.mesh import Mesh
 from wan_trainer.models.wan.conditioning import condition_prompts
 from wan_trainer.models.wan.load import WanComponents, load_wan
 from wan_trainer.models.wan.parallelize import parallelize
 from wan_trainer.models.wan.policy import WanPolicy, build_policy
+from wan_trainer.models.wan.reference import build_reference
 from wan_trainer.models.wan.vae import decode
 from wan_trainer.recording.clock import Clock
+from wan_trainer.sampling.sampler import Velocity
 from wan_trainer.sampling.schedule import sigmas
 from wan_trainer.topology import Topology
+from wan_trainer.training.ema import Ema
+from wan_trainer.training.expert_coverage import check_reach
 from wan_trainer.training.observer import RunObserver
 from wan_trainer.training.optimizer import Updater, build_optimizer
 from wan_trainer.types import Reward
@@ -30,11 +36,16 @@ DEFAULT_FLOW_SHIFT = 5.0
 
 @dataclass(frozen=True)
 class Model:
-    """The frozen components, the policy that is trained, and its optimizer."""
+    """The frozen components, the policy that is trained, and its optimizer.
+
+    reference: the starting policy, None without a KL term. ema: averages of the trained weights, if kept.
+    """
 
     components: WanComponents
     policy: WanPolicy
     optimizer: torch.optim.AdamW
+    reference: Velocity | None = None
+    ema: Ema | None = None
 
 
 def build_model(spec: RunSpec, mesh: Mesh) -> Model:
@@ -44,9 +55,21 @@ def build_model(spec: RunSpec, mesh: Mesh) -> Model:
     """
     components = load_wan(spec.model, mesh.device, materialize=False)
     policy = build_policy(components, spec.model, spec.sampler.cfg_scale, spec.seed)
+    check_reach(policy, sigma_grid(spec, policy))
     parallelize(policy, spec.model, mesh, spec.seed)
     parameters = (parameter for _, parameter in policy.trainable())
-    return Model(components, policy, build_optimizer(parameters, spec.optimizer))
+    decay = spec.optimizer.ema_decay
+    return Model(
+        components,
+        policy,
+        build_optimizer(parameters, spec.optimizer),
+        reference=(
+            build_reference(components, policy, spec.model, mesh, spec.seed)
+            if spec.grpo.kl_coeff > 0
+            else None
+        ),
+        ema=Ema(policy.trainable(), decay) if decay > 0 else None,
+    )
 
 
 def sigma_grid(spec: RunSpec, policy: WanPolicy) -> torch.Tensor:
@@ -71,6 +94,7 @@ def build_updater(spec: RunSpec, model: Model, total_batches: int, updates: int)
         updates=updates,
         sharded=[module for module in model.policy.experts.values() if isinstance(module, FSDPModule)],
         sync_each_backward=spec.grpo.sync_each_backward,
+        ema=model.ema,
     )
 
 
@@ -80,13 +104,16 @@ def build_grpo(
     mesh: Mesh,
     model: Model,
     *,
-    reward: Reward,
+    reward: Reward | None,
     updater: Updater,
     clock: Clock,
     observer: RunObserver,
     policy_version: int,
-) -> Grpo:
-    """GRPO with rollouts drawn by the training ranks."""
+) -> Algorithm[Any]:
+    """The algorithm (GRPO unless `trainer` names another) with rollouts drawn by the training ranks.
+
+    reward: None on a rank whose rollouts a tensor-parallel peer submits.
+    """
     policy, data = model.policy, spec.data
     communicator = DataParallel(mesh)
     rollouts = ColocatedRollouts(
@@ -110,8 +137,9 @@ def build_grpo(
         device=mesh.device,
         clock=clock,
         observer=observer,
+        peers=TensorParallelPeers(mesh) if mesh.tp_size > 1 else None,
     )
-    return Grpo(
+    parts = AlgorithmParts(
         policy=policy,
         rollouts=rollouts,
         updater=updater,
@@ -123,4 +151,6 @@ def build_grpo(
         accumulation=spec.optimizer.gradient_accumulation_steps,
         device=mesh.device,
         policy_version=policy_version,
+        reference=model.reference,
     )
+    return build_algorithm(spec.algorithm, parts)

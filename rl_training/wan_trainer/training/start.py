@@ -12,7 +12,7 @@ from rich.console import Console
 import wan_trainer
 from wan_trainer.config import LoadedConfig, contract_digests, public_values
 from wan_trainer.config.device import CPU_SOURCE
-from wan_trainer.config.specs import RuleRewardSpec, RunSpec, Target
+from wan_trainer.config.specs import OptimizerSpec, RuleRewardSpec, RunSpec, Target
 from wan_trainer.data.dataset import Dataset
 from wan_trainer.distributed.collectives import SharedUserError
 from wan_trainer.distributed.mesh import Mesh
@@ -61,6 +61,19 @@ def device_lines(loaded: LoadedConfig) -> list[str]:
     return [f"device: cpu sets {key} to {values[key]}" for key in changed]
 
 
+def unfinished_warmup(spec: OptimizerSpec, updates: int) -> str | None:
+    """A warning for a run of `updates` updates that ends before its learning rate has reached the peak.
+
+    Not refused: a few steps of a recipe are how one tries it.
+    """
+    if isinstance(spec.lr_schedule, Target) or spec.warmup_steps <= updates:
+        return None
+    return (
+        f"warning: warmup_steps {spec.warmup_steps} is longer than the run of {updates} updates: the "
+        f"learning rate ends at {100 * updates / spec.warmup_steps:.3g}% of learning_rate"
+    )
+
+
 def announce(console: Console, start: Start, model: Model, resume: ResumePoint | None, total: int) -> None:
     """What a log should show at its top: what is trained, on what, from where."""
     topology, spec = start.topology, start.spec
@@ -93,6 +106,10 @@ def announce(console: Console, start: Start, model: Model, resume: ResumePoint |
         console.print(f"continuing after batch {resume.state.step} from {resume.checkpoint}")
     for key, target in named_targets(spec).items():
         console.print(f"{key}: {target.path} (source {source_digest(target)})")
+    updates = total // spec.optimizer.gradient_accumulation_steps * spec.grpo.updates_per_rollout
+    warning = unfinished_warmup(spec.optimizer, updates)
+    if warning is not None:
+        console.print(warning)
     console.print(f"output: {spec.output.output_dir}")
 
 

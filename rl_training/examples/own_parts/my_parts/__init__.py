@@ -1,0 +1,1 @@
+"""Parts of a run that are not in the package; train.yaml names them."""
