@@ -30,10 +30,9 @@ class Ema:
     @torch.no_grad()
     def update(self) -> None:
         """Count the weights as they are now; elementwise on each rank's own shards, without communication."""
-        averages = [_local(average) for average in self.averages.values()]
-        weights = [_local(parameter).float() for parameter in self._parameters.values()]
-        # A lerp loses less than the two products when decay is close to 1.
-        torch._foreach_lerp_(averages, weights, 1.0 - self._decay)
+        for name, parameter in self._parameters.items():
+            # A lerp loses less than the two products when decay is close to 1.
+            _local(self.averages[name]).lerp_(_local(parameter).float(), 1.0 - self._decay)
 
     @torch.no_grad()
     def restart(self) -> None:
