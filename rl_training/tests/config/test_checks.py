@@ -72,7 +72,6 @@ CASES = [
     ),
     ({"grpo_delayed_replay": False, "max_off_policy_steps": 1}, ["contradicts grpo_delayed_replay: false"]),
     ({"lr_scheduler": "constant", "warmup_steps": 5}, ["warmup_steps", "linear_warmup"]),
-    ({"max_steps": 4, "warmup_steps": 5}, ["warmup_steps", "--warmup_steps 0"]),
     ({"save_steps": 10, "gradient_accumulation_steps": 4}, ["save_steps", "use 8 or 12"]),
     (
         {"max_steps": 10, "save_steps": 0, "gradient_accumulation_steps": 4},
