@@ -53,7 +53,7 @@ def check_ratio_gate(
             "built-in grpo_sde_formula)"
         )
     lines += [
-        "  compile: rollout and replay run different graphs (run once with --no-torch_compile)",
+        "  compile: graphs specialised to shapes that differ (run once with --no-torch_compile)",
         "  attention kernel: forward and backward builds of one kernel differ (--attention_backend native)",
         f"  chunk shape: rollout draws {shapes[0]}, replay {shapes[1]} samples a call (make "
         "grpo_train_sample_batch_size equal to grpo_sample_batch_size)",
