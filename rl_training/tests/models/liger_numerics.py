@@ -24,8 +24,14 @@ def _convert_numbers_too(argument: object) -> object:
 
 
 interpreter._implicit_cvt = _convert_numbers_too
-# CUDA's own rsqrt has no counterpart in the interpreter; Triton's is the same function.
-liger_layer_norm.rsqrt = liger_rms_norm.rsqrt = tl.rsqrt
+
+
+def _rsqrt(x: tl.tensor) -> tl.tensor:
+    """CUDA's own rsqrt has no counterpart in the interpreter; Triton's is the same function."""
+    return tl.math.rsqrt(x)
+
+
+liger_layer_norm.rsqrt = liger_rms_norm.rsqrt = _rsqrt
 
 # The tiny model's width, and one that is no power of two, as Wan's 3072 and 5120 are not.
 WIDTHS = (64, 96)

@@ -80,7 +80,9 @@ def prove_attention(backend: str, head_dim: int, device: torch.device, dtype: to
         with warnings.catch_warnings():
             # flex_attention warns that it is not compiled; the blocks are, this one call is not.
             warnings.simplefilter("ignore")
-            output = dispatch_attention_fn(*given, backend=AttentionBackendName(backend))
+            output = dispatch_attention_fn(
+                given[0], given[1], given[2], backend=AttentionBackendName(backend)
+            )
             output.float().square().sum().backward()
     except Exception as error:  # noqa: BLE001 - every kernel has its own exceptions
         raise UserError(
