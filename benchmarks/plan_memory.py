@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -74,7 +75,15 @@ DRAFT = {
     "wide": Case(layers=2, heads=4, head_dim=32, ffn=512, frames=9, size=128, chunk=2),
     "long": Case(layers=3, heads=2, head_dim=32, ffn=128, frames=17, size=256, chunk=4),
     "plain": Case(layers=4, frames=17, size=192, chunk=2, config={"gradient_checkpointing": False}),
-    "two experts": Case(family="i2v-a14b", layers=2, frames=9, size=96, chunk=2),
+    # Enough steps that each expert replays one.
+    "two experts": Case(
+        family="i2v-a14b",
+        layers=2,
+        frames=9,
+        size=96,
+        chunk=2,
+        config={"grpo_num_sampling_steps": 4, "dancegrpo_timestep_selection_ratio": 1.0},
+    ),
 }
 # Sizes that the counting never saw.
 UNSEEN = {
@@ -150,6 +159,8 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
+            if isinstance(leaf, DTensor):  # a wrapper of the global shape, around what is really here
+                leaf = leaf._local_tensor
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
                 self._see(leaf)
         return result
@@ -264,7 +275,7 @@ def configure(case: Case, model: Path) -> GrpoConfig:
         "grpo_group_size": 2 * case.chunk,
         "grpo_sample_batch_size": case.chunk,
         "vbvr_reward_decode_batch_size": case.chunk,
-        "grpo_num_sampling_steps": 5,
+        "grpo_num_sampling_steps": 3,
         **case.config,
     }
     return GrpoConfig.model_validate(values)

@@ -34,16 +34,21 @@ class Call:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one call. Of a block: `saved` until its backward, `given` as its input under checkpointing,
-    `backward` on top when its backward begins. root: outside the blocks, for the whole call. latents: of the
-    transition and the loss. inference: a call without gradients, all in all."""
+    """Bytes of one call.
+
+    Of a block: `saved` until its backward, `given` as its input under checkpointing, `backward` on top when
+    its backward begins. stem: what the blocks are given, until their last backward; head: the output layer,
+    the transition and the loss, until the blocks' first. inference: a call without gradients, all in all;
+    traced: the same where it runs replay's graph.
+    """
 
     saved: int
     given: int
     backward: int
-    root: int
-    latents: int
+    stem: int
+    head: int
     inference: int
+    traced: int
 
 
 def transformer_activations(shape: TransformerShape, call: Call) -> Activations:
@@ -64,11 +69,13 @@ def transformer_activations(shape: TransformerShape, call: Call) -> Activations:
         saved += (6 + 2) * FLOAT * d
     text = norm * cut + 2 * e * cut
     backward = 3 * FLOAT * d + e * ffn + (2 * e * d if mixed else 0)
-    inference = max(_inference_in_attention(d, cut, e, call), _inference_in_feed_forward(d, ffn, e, call))
-    root = FLOAT * d + FLOAT * d + e * d
+    fewest = max(_inference_in_attention(d, cut, e, call), _inference_in_feed_forward(d, ffn, e, call))
+    head = 2 * FLOAT * d + e * d
+    stem = e * d
     time = FLOAT * shape.freq_dim + 2 * FLOAT * d + (2 + 6) * e * d
     if call.token_time:
-        root += time + 3 * e * d
+        stem += time
+        head += 3 * e * d
         # The gradient of the per-token modulation is summed over the blocks.
         backward += 6 * e * d
     rows, tokens = call.rows, call.rows * call.tokens
@@ -77,15 +84,17 @@ def transformer_activations(shape: TransformerShape, call: Call) -> Activations:
     embedded = texts * (e * shape.text_dim + 3 * e * d)
     rope = 2 * FLOAT * call.tokens * shape.attention_head_dim
     shared = once + embedded + rope
-    latents = rows * call.latent * (10 * FLOAT + 2 * e)
+    latent = rows * call.latent
     held = (e * d + time - FLOAT * shape.freq_dim if call.token_time else e * d) * tokens
+    outside = held + shared + latent * (4 * FLOAT + 2 * e)
     return Activations(
         saved=tokens * saved + texts * text,
         given=tokens * e * d,
         backward=tokens * backward,
-        root=tokens * root + shared,
-        latents=latents,
-        inference=tokens * inference + held + shared + rows * call.latent * (4 * FLOAT + 2 * e),
+        stem=tokens * stem + shared + latent * (2 * FLOAT + e),
+        head=tokens * head + latent * (8 * FLOAT + e),
+        inference=tokens * fewest + outside,
+        traced=tokens * max(fewest, saved) + outside,
     )
 
 
@@ -124,8 +133,9 @@ def vae_decode_bytes(vae: VaeShape, element: int, frames: int, height: int, widt
         copy = inside if vae.residual else 0
         # The block's input and a copy, the shortcut, the activated input, and that with two frames before it
         # twice: joined, and padded for the convolution.
-        residual = size * (steps * (copy + 2 * inside + shortcut) + 2 * (steps + 2) * inside)
-        work = max(work, residual)
+        first = size * (steps * (copy + 2 * inside + shortcut) + 2 * (steps + 2) * inside)
+        second = size * (steps * (copy + inside + shortcut + out) + 2 * (steps + 2) * out)
+        work = max(work, first, second)
         if index < stages - 1:
             if vae.temporal_upsample[index]:
                 cached += 2 * size * out
@@ -134,9 +144,11 @@ def vae_decode_bytes(vae: VaeShape, element: int, frames: int, height: int, widt
             narrowed = 4 * size * steps * (out if vae.residual else out // 2)
             twice = (4 * size * steps * out + size * steps * inside) if vae.residual else 0
             work = max(work, upsampled + narrowed + size * steps * out + twice)
-    # The video so far beside its continuation, then unfolded, clamped and scaled.
+    # The video so far beside its continuation; then, in float32, beside its copies scaled and rounded to
+    # pixels.
     video = 3 * frames * height * width
-    return element * (cached + max(work, video) + 2 * video)
+    pixels = video * (element + 3 * FLOAT + 1)
+    return max(element * (cached + max(work, video) + video), pixels)
 
 
 def text_encode_bytes(text: TextEncoderShape, element: int, tokens: int) -> int:

@@ -21,6 +21,8 @@ from wan_trainer.planning.workload import Workload
 from wan_trainer.topology import FAMILIES, Topology
 
 ELEMENT: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Positions of a rotary table, in each direction.
+ROTARY_ROWS = 1024
 
 # What one scorer process is counted at: NumPy, OpenCV and the clips it compares; with OCR, PyTorch and a
 # detector too. Evaluators differ: look at a running one.
@@ -87,7 +89,7 @@ def estimate_memory(spec: RunSpec, topology: Topology, model: ModelShape, work: 
     reference_root = math.ceil(element * sizes.root) if _has_reference(spec) else 0
     roots = math.ceil(element * sizes.root * model.experts) + reference_root
     grpo = spec.grpo
-    rollout = call_activations(spec, topology, model, grpo.sample_batch_size)
+    rollout = inference_bytes(spec, call_activations(spec, topology, model, grpo.sample_batch_size))
     decode = min(spec.decode_batch_size, grpo.sample_batch_size, topology.rollouts_per_rank_wave)
     shape = model.vae
     data = spec.data
@@ -100,7 +102,7 @@ def estimate_memory(spec: RunSpec, topology: Topology, model: ModelShape, work: 
     largest = math.ceil(FLOAT * _largest_tensor(model.transformer, topology))
     phases = {
         "condition": base + roots + encoding + (model.text_encoder_bytes if offload else 0),
-        "rollout": base + roots + gathered - math.ceil(element * sizes.root) + rollout.inference,
+        "rollout": base + roots + gathered - math.ceil(element * sizes.root) + rollout,
         "decode": base + roots + decoding + (model.vae_bytes if offload else 0),
         "replay": base + gradients + gathered + reference_root + replay,
         "optimizer": base + gradients + 3 * largest,
@@ -112,7 +114,7 @@ def estimate_memory(spec: RunSpec, topology: Topology, model: ModelShape, work: 
         "gathered weights": gathered,
         "gradients": gradients,
         "replay activations": replay,
-        "rollout activations": rollout.inference,
+        "rollout activations": rollout,
         "decoding": decoding,
     }
     share = 0.0 if isinstance(spec.reward, RuleRewardSpec) else 0.5
@@ -172,6 +174,12 @@ def call_activations(spec: RunSpec, topology: Topology, model: ModelShape, chunk
     return transformer_activations(model.transformer, call)
 
 
+def inference_bytes(spec: RunSpec, act: Activations) -> int:
+    """Of a call without gradients: a compiled block runs the graph of replay, so that rounding is the
+    same."""
+    return act.inference if spec.model.compile_backend is None else act.traced
+
+
 def _resident(
     spec: RunSpec, topology: Topology, model: ModelShape, work: Workload, sizes: Sizes
 ) -> dict[str, int]:
@@ -180,11 +188,13 @@ def _resident(
     latent = ELEMENT[spec.sampler.trajectory_dtype] * _latent_elements(spec, model)
     # Stored as it computes. Adapters are switched off instead.
     reference = ELEMENT[spec.model.param_dtype] * sizes.trained if _has_reference(spec) else 0
+    rotary = 2 * FLOAT * ROTARY_ROWS * model.transformer.attention_head_dim * model.experts
     return {
         "parameters": math.ceil(FLOAT * sizes.trained + sizes.frozen_bytes * sizes.frozen),
         "AdamW": math.ceil(2 * FLOAT * sizes.trained),
         "EMA": math.ceil(FLOAT * sizes.trained) if spec.optimizer.ema_decay > 0 else 0,
         "reference": math.ceil(reference),
+        "rotary tables": rotary,
         "trajectories": math.ceil(rollouts * work.stored_latents * latent),
         "conditions": rollouts * _condition_bytes(spec, model),
     }
@@ -200,8 +210,9 @@ def _replay(
 ) -> int:
     """What replay adds to weights and sharded gradients at its fullest moment.
 
-    Either when the backward of a block begins, with all that the block saved; or when it ends, with the
-    block's whole gradient beside the buffer it is reduced in; or the same for what is outside the blocks.
+    Either at the loss; or when the backward of a block begins, with all that the block saved; or when it
+    ends, with the block's whole gradient beside the buffer it is reduced in; or the same for what is outside
+    the blocks.
     """
     act = call_activations(spec, topology, model, spec.grpo.train_sample_batch_size)
     layers = model.transformer.num_layers
@@ -209,7 +220,7 @@ def _replay(
         between, block = layers * act.given, act.saved
     else:
         between, block = (layers - 1) * act.saved, act.saved
-    around = between + act.root + act.latents
+    around = between + act.stem
     # CUDA reduces beside the next block's backward, and the buffer lives until then.
     in_flight = reduce * sizes.trained_block if spec.device == "cuda" else 0
     begins = around + block + act.backward + in_flight
@@ -217,13 +228,14 @@ def _replay(
     if spec.grpo.kl_coeff > 0:
         # The reference is asked while the policy's graph waits for its backward.
         layers_kept = between if spec.model.gradient_checkpointing else between + block
-        begins = max(begins, layers_kept + act.root + act.latents + act.inference)
-    last = act.root + (element + reduce) * sizes.trained_root + in_flight
+        begins = max(begins, layers_kept + act.stem + act.head + inference_bytes(spec, act))
+    first = layers * (act.given if spec.model.gradient_checkpointing else act.saved) + act.stem + act.head
+    last = act.stem + (element + reduce) * sizes.trained_root + in_flight
     kept = 0.0
     if not spec.grpo.sync_each_backward:
         # Whole gradients in the reduce dtype wait on every rank for the last backward.
         kept = reduce * (layers * sizes.trained_block + sizes.trained_root)
-    return math.ceil(max(begins, ends, last) + kept)
+    return math.ceil(max(first, begins, ends, last) + kept)
 
 
 def _largest_tensor(shape: TransformerShape, topology: Topology) -> float:

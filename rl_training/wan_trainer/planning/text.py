@@ -164,14 +164,18 @@ def _collectives(plan: Plan) -> Iterator[str]:
             f"{counted(work.rollout_calls, 'rollout call')}, {calls}",
         ),
         ("all-gather, a backward", traffic.backward_gather, calls),
-        ("reduce-scatter of gradients", traffic.reduce_scatter, f"{traffic.reductions:,} times"),
-        ("all-reduce across nodes", traffic.replica_reduce, f"{traffic.reductions:,} times"),
+        ("reduce-scatter of gradients", traffic.reduce_scatter, _count(traffic.reductions)),
+        ("all-reduce of replicas", traffic.replica_reduce, _count(traffic.replica_reductions)),
         ("tensor parallel, a forward", traffic.tensor_forward, "recomputed blocks once more"),
         ("tensor parallel, a backward", traffic.tensor_backward, calls),
     )
     for name, count, times in rows:
         if count:
             yield f"  {name:<32}{_size(count):>10}  {times}"
+
+
+def _count(number: int) -> str:
+    return "once" if number == 1 else f"{number:,} times"
 
 
 def _times(plan: Plan) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from wan_trainer.config.specs import RunSpec
 from wan_trainer.models.wan.architecture import ModelShape
+from wan_trainer.models.wan.directory import EXPERTS, trained_experts
 from wan_trainer.planning.memory import ELEMENT, local_sizes
 from wan_trainer.planning.workload import Workload
 from wan_trainer.topology import FAMILIES, Topology
@@ -20,7 +21,8 @@ class Traffic:
     """Bytes sent by one rank: in each forward, each backward, each reduction of gradients; and in a step.
 
     forward_gather and backward_gather are within a shard group, replica_reduce across replicas (HSDP),
-    tensor_forward and tensor_backward within a tensor-parallel group. reductions: of gradients in a step.
+    tensor_forward and tensor_backward within a tensor-parallel group. reductions: reduce-scatters of
+    gradients in a step; replicas are reduced in the last of each expert and update only.
     """
 
     forward_gather: int
@@ -30,6 +32,7 @@ class Traffic:
     tensor_forward: int
     tensor_backward: int
     reductions: int
+    replica_reductions: int
     step: int
 
 
@@ -49,12 +52,14 @@ def estimate_traffic(spec: RunSpec, topology: Topology, model: ModelShape, work:
     tensor, _ = _tensor_bytes(spec, topology, model, spec.grpo.sample_batch_size)
     again, back = _tensor_bytes(spec, topology, model, spec.grpo.train_sample_batch_size)
     updates = spec.grpo.updates_per_rollout
-    reductions = work.replay_calls if spec.grpo.sync_each_backward else updates * model.experts
+    final = updates * len(trained_experts(spec.model, EXPERTS[: model.experts]))
+    reductions = work.replay_calls if spec.grpo.sync_each_backward else final
     step = (
         work.rollout_calls * (sent * blocks + tensor)
         + work.replay_calls
         * (forward + backward + (2 if spec.model.gradient_checkpointing else 1) * again + back)
-        + reductions * (scatter + across)
+        + reductions * scatter
+        + final * across
     )
     return Traffic(
         forward_gather=round(forward),
@@ -64,6 +69,7 @@ def estimate_traffic(spec: RunSpec, topology: Topology, model: ModelShape, work:
         tensor_forward=round(again),
         tensor_backward=round(back),
         reductions=reductions,
+        replica_reductions=final,
         step=round(step),
     )
 
