@@ -66,7 +66,7 @@ OPTIMIZER = OptimizerSpec(
 
 @dataclass(frozen=True)
 class Case:
-    """How an update is computed; none of it but `lora` may change the result.
+    """How an update is computed; none of it but `lora` may change a gradient.
 
     wave: prompts whose rewards are gathered together. chunk: samples per backward. sync: reduce gradients at
     every backward. changes: of the model's specification.
@@ -83,6 +83,7 @@ CASES: dict[str, Case] = {
     "in waves": Case(wave=1, chunk=1, sync=True, changes={"gradient_checkpointing": True}),
     "compiled": Case(sync=True, changes={"compile_backend": "aot_eager", "gradient_checkpointing": True}),
     "lora": Case(changes={"lora": LORA}),
+    "low expert": Case(changes={"train_experts": "low"}),
 }
 
 

@@ -19,19 +19,19 @@ from wan_trainer.distributed.mesh import init_mesh
 from wan_trainer.training.checkpoint import TrainState, load_checkpoint, save_checkpoint
 
 ROLLOUTS = PROMPTS * GROUP
-# Every kind of split with every kind of case at least once: an update takes four ranks some seconds.
+# Every kind of split, with gradients reduced in the last backward and in every one: an update of four ranks
+# takes seconds.
 JOBS: dict[int, list[tuple[str, str]]] = {
-    1: [("alone", "whole"), ("alone", "in waves"), ("alone", "lora")],
+    1: [("alone", "whole"), ("alone", "lora")],
     2: [
-        ("fsdp2", "whole"),
-        ("fsdp2", "lora"),
-        ("replicas2", "in waves"),
+        ("fsdp2", "in waves"),
+        ("fsdp2", "low expert"),
+        ("replicas2", "whole"),
         ("tp2", "whole"),
         ("tp2", "compiled"),
     ],
     4: [
         ("fsdp4", "whole"),
-        ("hsdp2x2", "whole"),
         ("hsdp2x2", "in waves"),
         ("tp2 x fsdp2", "whole"),
         ("tp2 x fsdp2", "in waves"),
@@ -39,9 +39,9 @@ JOBS: dict[int, list[tuple[str, str]]] = {
     ],
 }
 MOVES: dict[int, list[tuple[str, str]]] = {
-    1: [("tp2", "alone"), ("fsdp4", "alone"), ("hsdp2x2", "alone"), ("tp2 x fsdp2", "alone")],
-    2: [("alone", "fsdp2"), ("alone", "tp2")],
-    4: [("alone", "fsdp4"), ("fsdp2", "hsdp2x2"), ("alone", "tp2 x fsdp2"), ("tp2", "tp2 x fsdp2")],
+    1: [("fsdp4", "alone"), ("hsdp2x2", "alone"), ("tp2 x fsdp2", "alone")],
+    2: [("alone", "tp2")],
+    4: [("alone", "fsdp4"), ("fsdp2", "hsdp2x2"), ("tp2", "tp2 x fsdp2")],
 }
 """Checkpoints saved on one layout and loaded on another."""
 
@@ -61,7 +61,7 @@ def train_and_save(path: Path, out: Path, jobs: list[tuple[str, str]], moves: li
         }
         if mesh.rank == 0:
             np.savez(out / f"{layout}-{case}.npz", **_arrays(setup.updater.gradient))
-        if case == "whole":
+        if (layout, case) == next(job for job in jobs if job[0] == layout):
             _save(setup, out, layout)
     barrier(mesh)
     differences = {}
@@ -95,7 +95,7 @@ def _state(setup: Setup) -> dict[str, torch.Tensor]:
     return state
 
 
-def _arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+def _arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
@@ -134,22 +134,23 @@ def trained(tiny_a14b: Path, tmp_path_factory: pytest.TempPathFactory) -> Traine
 @pytest.mark.parametrize(("layout", "case"), [job for world in (1, 2, 4) for job in JOBS[world]])
 def test_an_update_is_that_of_one_rank(trained: Trained, layout: str, case: str) -> None:
     base = "lora" if case == "lora" else "whole"
-    (alone,) = trained.reports["alone", base]
-    for report in trained.reports[layout, case]:
-        # Other chunks in replay than in the rollout are other batch shapes for the kernels.
-        assert report["ratio_max_dev"] <= (1e-6 if case == "in waves" else 0)
-        assert report["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
-        assert report["policy_loss"] == pytest.approx(alone["policy_loss"], abs=1e-6)
-        same = ("reward_mean", "reward_std", "advantage_abs_mean", "replayed_per_expert", "lr", "skipped")
-        assert [report[key] for key in same] == [alone[key] for key in same]
     reference, gradient = trained.gradient("alone", base), trained.gradient(layout, case)
+    if case == "low expert":
+        reference = {name: array for name, array in reference.items() if name.startswith("transformer_2.")}
     assert gradient.keys() == reference.keys()
     for name, expected in reference.items():
         norm = np.linalg.norm(expected)
         assert norm > 0, name
         assert np.linalg.norm(gradient[name] - expected) <= 1e-5 * norm, name
-    norm = np.sqrt(sum(np.square(array, dtype=np.float64).sum() for array in gradient.values()))
-    assert report["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    norm = np.sqrt(sum(np.square(array, dtype=np.float64).sum() for array in reference.values()))
+    (alone,) = trained.reports["alone", base]
+    for report in trained.reports[layout, case]:
+        # Other chunks in replay than in the rollout are other batch shapes for the kernels.
+        assert report["ratio_max_dev"] <= (1e-6 if case == "in waves" else 0)
+        assert report["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        assert report["policy_loss"] == pytest.approx(alone["policy_loss"], abs=1e-6)
+        same = ("reward_mean", "reward_std", "advantage_abs_mean", "replayed_per_expert", "lr", "skipped")
+        assert [report[key] for key in same] == [alone[key] for key in same]
 
 
 def test_all_blocks_of_both_experts_share_one_graph_in_rollout_and_replay(trained: Trained) -> None:

@@ -47,7 +47,8 @@ def test_tensor_parallel_ranks_train_both_experts_and_another_layout_goes_on(
     rewards = _rows(run / "rewards.jsonl")
     seen = [(row["step"], row["prompt"], row["member"]) for row in rewards]
     assert sorted(seen) == [(s, p, m) for s in range(2) for p in range(2) for m in range(4)]
-    decoding = {row["rank"] for row in _rows(run / "timeline.jsonl") if row["phase"] == "decode"}
-    assert decoding <= {0, 1, 2, 3} and {0, 2} <= decoding
+    first = [row for row in _rows(run / "timeline.jsonl") if row["step"] == 0]
+    ranks = {phase: {row["rank"] for row in first if row["phase"] == phase} for phase in ("sample", "decode")}
+    assert ranks == {"sample": {0, 1, 2, 3}, "decode": {0, 2}}
     topology = json.loads((run / "run.json").read_text())["topology"]
     assert (topology["tp"], topology["dp_replicate"], topology["dp_shard"]) == (1, 2, 1)

@@ -77,11 +77,16 @@ def gather_objects[T](mesh: Mesh, value: T) -> list[T]:
 
     Of tensor-parallel peers the first speaks for all; what the others send is dropped.
     """
+    return gather_from_every_rank(mesh, value)[:: mesh.tp_size]
+
+
+def gather_from_every_rank[T](mesh: Mesh, value: T) -> list[T]:
+    """The values of all ranks of the run, tensor-parallel peers included, in rank order, on every rank."""
     gathered: list[T | None] = [None] * mesh.world
     dist.all_gather_object(gathered, value)
     values = [item for item in gathered if item is not None]
     assert len(values) == mesh.world
-    return values[:: mesh.tp_size]
+    return values
 
 
 def all_reduce(mesh: Mesh, tensor: torch.Tensor, op: Literal["sum", "max"]) -> torch.Tensor:

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from wan_trainer.algorithms.base import RunFailure
-from wan_trainer.distributed.collectives import SharedUserError, gather_objects, on_every_rank
+from wan_trainer.distributed.collectives import SharedUserError, gather_from_every_rank, on_every_rank
 from wan_trainer.distributed.mesh import Mesh
 from wan_trainer.training.ema import Ema
 from wan_trainer.types import UserError
@@ -116,7 +116,7 @@ def _write_checkpoint(
     _on_storage(mesh, prepare)
     save(_values(model, optimizer, mesh, ema), checkpoint_id=partial / "state")
     own = _on_storage(mesh, lambda: _hash_files(partial, partial.glob(f"state/__{mesh.rank}_*")))
-    entries = gather_objects(mesh, own)
+    entries = gather_from_every_rank(mesh, own)
 
     def complete() -> None:
         if mesh.rank != 0:

@@ -27,7 +27,7 @@ from wan_trainer.distributed.collectives import (
     SharedUserError,
     differences_from_first,
     from_first_rank,
-    gather_objects,
+    gather_from_every_rank,
     on_every_rank,
 )
 from wan_trainer.distributed.mesh import Mesh, init_mesh
@@ -229,7 +229,7 @@ def _run(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collection[
         )
 
         def keep_spans() -> None:
-            for spans in gather_objects(mesh, clock.drain()):
+            for spans in gather_from_every_rank(mesh, clock.drain()):
                 log.spans(spans)
 
         coverage = ExpertCoverage(learning_experts(model.policy))
