@@ -3,7 +3,7 @@
 
     python benchmarks/overlap.py [--steps N] [--keep DIR]
 
-Two gloo ranks train a tiny model under `torchrun -m wan_trainer.cli.train`. The judge is an external
+Two gloo ranks train a small model under `torchrun -m wan_trainer.cli.train`. The judge is an external
 evaluator checkout that sleeps for a fixed time a video: like a judge on another machine it takes no processor
 time, so two cores are enough to see the overlap. A first run without the sleep measures rollout and replay;
 the sleep is then set so that the reward takes a third of the synchronous step. Both sides have the same
@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from models import write_model
 
 from wan_trainer.data.unpack import unpack
 from wan_trainer.rewards.evalkit import source_sha256
-from wan_trainer.tiny.models import make_tiny
 from wan_trainer.tiny.tasks import TASKS, write_archives
 
 RANKS = 2
@@ -75,7 +75,7 @@ class Side:
 
 def build_world(root: Path) -> dict[str, Any]:
     """Model, data and judge under `root`; the recipe that names them."""
-    model = make_tiny("ti2v-5b", root / "model")
+    model = write_model(root / "model", heads=4, layers=4)
     write_archives(root / "archives", samples_per_task=4)
     samples = len(TASKS) * 4
     unpack(
@@ -97,9 +97,9 @@ def build_world(root: Path) -> dict[str, Any]:
         "model_path": str(model),
         "model_family": "ti2v-5b",
         "dataset_json": str(root / "dataset" / "dataset.json"),
-        "num_frames": 17,
-        "height": 256,
-        "width": 256,
+        "num_frames": 9,
+        "height": 96,
+        "width": 96,
         "fps": 16,
         "num_workers": 0,
         "batch_size": PROMPTS,
@@ -108,7 +108,7 @@ def build_world(root: Path) -> dict[str, Any]:
         "grpo_group_size": GROUP,
         # One call a batch: scoring starts when the rollout is over, so that depth 0 hides nothing of it.
         "grpo_sample_batch_size": ROLLOUTS_PER_RANK,
-        "grpo_num_sampling_steps": 8,
+        "grpo_num_sampling_steps": 10,
         "dancegrpo_timestep_selection_ratio": 0.6,
         "grpo_sde_formula": "flowcps",
         "grpo_sde_noise_scale": 0.7,

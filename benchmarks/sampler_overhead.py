@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from models import write_model
 
 from wan_trainer.config import load_config, resolve
 from wan_trainer.config.specs import RunSpec
@@ -32,34 +33,11 @@ from wan_trainer.models.wan.load import load_wan
 from wan_trainer.models.wan.policy import WanPolicy, model_timestep
 from wan_trainer.sampling.sampler import sample
 from wan_trainer.sampling.schedule import replay_steps, sigmas
-from wan_trainer.tiny.models import LATENT_CHANNELS, TEXT_DIM, TEXT_LENGTH, build_pipeline
+from wan_trainer.tiny.models import TEXT_DIM, TEXT_LENGTH
 from wan_trainer.training.assembly import build_model
 from wan_trainer.types import Condition, SampleId
 
-CHUNK = 4
-
-
-def write_model(out: Path) -> Path:
-    """A pipeline directory with a transformer of width 384 and six layers."""
-    pipeline = build_pipeline("ti2v-5b")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        pipeline.transformer = WanTransformer3DModel(
-            patch_size=(1, 2, 2),
-            num_attention_heads=6,
-            attention_head_dim=64,
-            in_channels=LATENT_CHANNELS,
-            out_channels=LATENT_CHANNELS,
-            text_dim=TEXT_DIM,
-            freq_dim=256,
-            ffn_dim=1536,
-            num_layers=6,
-            cross_attn_norm=True,
-            qk_norm="rms_norm_across_heads",
-            rope_max_seq_len=1024,
-        )
-    pipeline.save_pretrained(out)
-    return out
+CHUNK = 2
 
 
 def run_spec(model: Path) -> RunSpec:
@@ -100,7 +78,7 @@ def seconds(call: Callable[[], None]) -> float:
 def measure(repeats: int) -> dict[str, object]:
     mesh = init_mesh("cpu", 60)
     with tempfile.TemporaryDirectory(prefix="sampler-overhead-") as directory:
-        spec = run_spec(write_model(Path(directory) / "model"))
+        spec = run_spec(write_model(Path(directory) / "model", heads=6, layers=6))
         bare = load_wan(spec.model, "cpu").transformer.eval()
         policy = build_model(spec, mesh).policy
     policy.eval()
@@ -133,7 +111,7 @@ def measure(repeats: int) -> dict[str, object]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=10)
     args = parser.parse_args()
     torch.set_num_threads(1)
     try:
