@@ -19,12 +19,8 @@ def measured():
 
 
 @pytest.mark.parametrize("name", UNSEEN)
-def test_the_peak_is_within_a_fifth_of_what_was_measured(measured, name):
-    assert abs(measured[name]["ratio"] - 1) <= TOLERANCE, measured[name]
-
-
-@pytest.mark.parametrize("name", UNSEEN)
-def test_every_phase_is_in_the_right_place(measured, name):
-    sides = measured[name]
-    for phase, count in sides["measured"].items():
-        assert 0.7 <= sides["planned"][phase] / count <= 1.4, (phase, sides)
+def test_every_phase_is_within_a_fifth_of_what_was_measured(measured, name):
+    ratios = measured[name]["ratios"]
+    assert ratios.keys() == {"rollout", "decode", "replay", "optimizer", "peak"}
+    for phase, ratio in ratios.items():
+        assert 1 - TOLERANCE <= ratio <= 1 + TOLERANCE, (phase, measured[name])

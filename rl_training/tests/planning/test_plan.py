@@ -80,10 +80,10 @@ def test_the_judge_recipe_fits_its_three_sizes_and_counts_the_judges_share(nodes
         (["a14b_rule", "1", "7"], ["tensor_parallel_size: 2 does not divide the 7 processes"]),
         (
             ["a14b_rule", "1", "9", "--tensor_parallel_size", "9", "--batch_size", "16"],
-            ["tensor_parallel_size: 9 does not divide the 40 attention heads", "use 8 or 10"],
+            ["tensor_parallel_size: 9 does not divide the 40 attention heads", "use 8"],
         ),
-        (["5b_cps", "16", "8", "--num_frames", "80"], ["num_frames: 80", "77 or 81"]),
-        (["5b_cps", "16", "8", "--height", "500"], ["height: 500", "480 or 512"]),
+        (["5b_cps", "16", "8", "--num_frames", "80"], ["num_frames (command line): 80", "77 or 81"]),
+        (["5b_cps", "16", "8", "--height", "500"], ["height (command line): 500", "480 or 512"]),
         (
             ["5b_cps", "16", "8", "--vbvr_reward_max_pending_jobs", "15"],
             ["vbvr_reward_max_pending_jobs: 15", "use --vbvr_reward_max_pending_jobs 16"],
@@ -151,14 +151,15 @@ def test_memory_of_the_5b_reference_by_hand():
     assert memory.host["frames that wait for a verdict"] == 8 * 16 * 81 * 512 * 512 * 3
     # Without recomputation, 30 blocks keep what one does.
     kept = plan_of("5b_cps", 16, "--no-gradient_checkpointing").memory
-    assert kept.items["replay activations"] > 15 * memory.items["replay activations"]
+    assert kept.items["replay activations"] > 10 * memory.items["replay activations"]
 
 
 def test_each_choice_moves_its_own_item():
     base = plan_of("5b_cps", 16).memory
     elements = 4 * 4_999_787_712
     whole = plan_of("5b_cps", 16, "--no-grpo_fsdp_sync_each_backward").memory
-    assert whole.phases["replay"] - base.phases["replay"] == pytest.approx(elements, rel=1e-6)
+    # Whole gradients instead of a shard of them.
+    assert whole.phases["replay"] - base.phases["replay"] == pytest.approx(elements * 7 / 8, rel=1e-6)
     assert plan_of("5b_cps", 16, "--ema_decay", "0.9").memory.items["EMA"] == elements / 8
     assert plan_of("5b_cps", 16, "--grpo_kl_coeff", "0.1").memory.items["reference"] == elements / 16
     plain = plan_of("5b_cps", 16, "--no-fsdp", "--no-hsdp").memory

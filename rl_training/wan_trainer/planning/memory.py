@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from wan_trainer.config.specs import Dtype, RuleRewardSpec, RunSpec
+from wan_trainer.config.specs import Dtype, RuleRewardSpec, RunSpec, VlmRewardSpec
 from wan_trainer.models.wan.architecture import ModelShape, TransformerShape
 from wan_trainer.models.wan.directory import EXPERTS, trained_experts
 from wan_trainer.planning.activations import (
@@ -34,7 +34,7 @@ OCR_SCORER_BYTES = 3 << 30
 class Sizes:
     """Elements on one rank. trained, frozen: of all experts, sharded. block, root: of one expert's block and
     of its other parts, gathered over the shards, adapters included; trained_block, trained_root: those with a
-    gradient. frozen_bytes: of one frozen element."""
+    gradient. experts: how many are trained. frozen_bytes: of one frozen element."""
 
     trained: float
     frozen: float
@@ -43,6 +43,7 @@ class Sizes:
     root: float
     trained_block: float
     trained_root: float
+    experts: int
 
 
 @dataclass(frozen=True)
@@ -99,25 +100,30 @@ def estimate_memory(spec: RunSpec, topology: Topology, model: ModelShape, work: 
     encoding = text_encode_bytes(model.text_encoder, model.text_element_bytes, model.text_length)
     replay = _replay(spec, topology, model, sizes, element, reduce)
     gradients = math.ceil(FLOAT * sizes.trained)
+    # Whole gradients become shards in the last backward only, unless a batch of the same window came before.
+    reduced = gradients
+    if not grpo.sync_each_backward and spec.optimizer.gradient_accumulation_steps == 1:
+        reduced = 0
     largest = math.ceil(FLOAT * _largest_tensor(model.transformer, topology))
     phases = {
         "condition": base + roots + encoding + (model.text_encoder_bytes if offload else 0),
         "rollout": base + roots + gathered - math.ceil(element * sizes.root) + rollout,
         "decode": base + roots + decoding + (model.vae_bytes if offload else 0),
-        "replay": base + gradients + gathered + reference_root + replay,
+        "replay": base + reduced + gathered + reference_root + replay,
         "optimizer": base + gradients + 3 * largest,
     }
+    while_used = " while it is used" if offload else ""
     items = {
         **held,
-        "text encoder": model.text_encoder_bytes,
-        "VAE": model.vae_bytes,
+        f"text encoder{while_used}": model.text_encoder_bytes,
+        f"VAE{while_used}": model.vae_bytes,
         "gathered weights": gathered,
         "gradients": gradients,
         "replay activations": replay,
         "rollout activations": rollout,
         "decoding": decoding,
     }
-    share = 0.0 if isinstance(spec.reward, RuleRewardSpec) else 0.5
+    share = 0.5 if isinstance(spec.reward, VlmRewardSpec) else 0.0
     return Memory(items=items, phases=phases, host=_host(spec, topology, model, work), judge_share=share)
 
 
@@ -139,6 +145,7 @@ def local_sizes(spec: RunSpec, topology: Topology, model: ModelShape) -> Sizes:
             root=root,
             trained_block=block,
             trained_root=root,
+            experts=len(trained),
         )
     prefix = lora.module_prefix
     if prefix in ("high_noise", "low_noise"):
@@ -154,6 +161,7 @@ def local_sizes(spec: RunSpec, topology: Topology, model: ModelShape) -> Sizes:
         root=root + in_root,
         trained_block=in_block,
         trained_root=in_root,
+        experts=len(trained),
     )
 
 
@@ -234,7 +242,7 @@ def _replay(
     kept = 0.0
     if not spec.grpo.sync_each_backward:
         # Whole gradients in the reduce dtype wait on every rank for the last backward.
-        kept = reduce * (layers * sizes.trained_block + sizes.trained_root)
+        kept = sizes.experts * reduce * (layers * sizes.trained_block + sizes.trained_root)
     return math.ceil(max(first, begins, ends, last) + kept)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from wan_trainer.config.specs import RuleRewardSpec
+from wan_trainer.config.specs import RuleRewardSpec, Target
 from wan_trainer.planning.plan import Plan
 from wan_trainer.topology import FAMILIES, counted, describe_ranks
 
@@ -122,6 +122,8 @@ def _scoring(plan: Plan) -> str:
     if isinstance(plan.spec.reward, RuleRewardSpec):
         threads = counted(work.scorer_threads, "thread")
         text = f"vbvr_rule: {counted(work.scorers, 'scorer process')}, {threads} a node"
+    elif isinstance(plan.spec.reward, Target):
+        text = f"{plan.spec.reward}: its own processes and memory are not counted"
     else:
         text = f"vbvr_vlm: {counted(work.scorers, 'request')} in flight a node"
     return f"{text}; up to {counted(work.pending, 'rollout')} of a rank wait for a verdict"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from wan_trainer.config.specs import RuleRewardSpec, RunSpec, VlmRewardSpec
+from wan_trainer.config.specs import RuleRewardSpec, RunSpec, Target, VlmRewardSpec
 from wan_trainer.topology import (
     Topology,
     check_pending,
@@ -57,6 +57,8 @@ def count_work(spec: RunSpec, topology: Topology) -> Workload:
     reward = spec.reward
     if isinstance(reward, RuleRewardSpec):
         scorers, threads = reward.workers * submitting, reward.threads_per_worker
+    elif isinstance(reward, Target):
+        scorers, threads = 0, 0  # the user's own keeps its own counts
     else:
         scorers, threads = reward.concurrency * submitting, 0
     return Workload(
@@ -96,6 +98,10 @@ def _count_batches(spec: RunSpec, topology: Topology) -> int | None:
     return None if most is None else most // window * window
 
 
-def _check_queue(reward: RuleRewardSpec | VlmRewardSpec, topology: Topology, depth: int) -> str | None:
+def _check_queue(
+    reward: RuleRewardSpec | VlmRewardSpec | Target, topology: Topology, depth: int
+) -> str | None:
+    if isinstance(reward, Target):
+        return None
     name = "vbvr_reward" if isinstance(reward, RuleRewardSpec) else "vlm_reward"
     return check_pending(f"{name}_max_pending_jobs", reward.max_pending_jobs, topology, depth)
