@@ -239,8 +239,11 @@ def test_nodes_with_other_sources_are_told_apart(importable, flags: list[str], m
     assert report.version == code_digest(trainer_root() / "wan_trainer")
 
 
-def test_showing_the_configuration_imports_nothing(flags: list[str], capsys) -> None:
+def test_showing_and_planning_import_nothing(flags: list[str], capsys) -> None:
     before = set(sys.modules)
+    assert main(["plan", "--config", str(RECIPE), "--nodes", "1", "--nproc", "2", *flags]) == 0
+    planned = capsys.readouterr().out
+    assert "my_parts.transition.FadingSde, eta 0.5" in planned and "my_parts.reward.ColourReward" in planned
     assert main(["config", "--config", str(RECIPE), *flags]) == 0
     assert "_target_: my_parts.loss.ClipHigher" in capsys.readouterr().out
     assert not {name for name in set(sys.modules) - before if name.startswith("my_parts")}

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -182,7 +182,7 @@ def _shown(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, tuple | list):
-        members: Sequence[object] = value  # pyright: ignore[reportUnknownVariableType]
+        members = cast("Sequence[object]", value)
         value = f"[{', '.join(str(member) for member in members)}]"
     text = str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -31,6 +31,9 @@ class Target:
     path: str
     arguments_json: str = "{}"
 
+    def __str__(self) -> str:
+        return self.path
+
     @property
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments, new ones at each call."""

@@ -56,7 +56,7 @@ class RunFacts:
     config, sources: the resolved public config and where each value came from. contract_digests and
     contract_values: per group, what a resumed run must agree with. topology: any dataclass of plain values.
     device: in words. algorithm: "grpo", say. start_batch: batches already done when this start began.
-    targets: parts of the user's own by configuration key, with their import path and a digest of their source.
+    targets: parts of the user's own by configuration key: their import path and a digest of their source.
     """
 
     algorithm: str

@@ -120,7 +120,7 @@ def run_facts(start: Start, mesh: Mesh, dataset: Dataset, model: Model, done: in
     descriptor = spec.data.dataset_json.name
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     return RunFacts(
-        algorithm=algorithm.path if isinstance(algorithm, Target) else "grpo",
+        algorithm=str(algorithm) if isinstance(algorithm, Target) else "grpo",
         device=device,
         config_path=start.loaded.path,
         config=public_values(config),
@@ -130,7 +130,7 @@ def run_facts(start: Start, mesh: Mesh, dataset: Dataset, model: Model, done: in
         contract_values=start.contract,
         topology=start.topology,
         sampler=SamplerRecord(
-            kind=sampler.kind.path if isinstance(sampler.kind, Target) else sampler.kind,
+            kind=str(sampler.kind),
             sigmas=tuple(sigma_grid(spec, model.policy).tolist()),
             eta=sampler.eta,
             eta_range=sampler.eta_range,
