@@ -63,7 +63,8 @@ def check(kind: str, width: int, x_dtype: torch.dtype, weight_dtype: torch.dtype
     else:
         wanted = nn.functional.layer_norm(exact, (width,), weights["weight"], weights["bias"], 1e-6)
     wanted.backward(upstream.double())
-    tolerance = 1e-5 if x_dtype == torch.float32 else 2**-8
+    # One unit of bfloat16: the interpreter truncates where a GPU rounds.
+    tolerance = 1e-5 if x_dtype == torch.float32 else 2**-7
     torch.testing.assert_close(output.double(), wanted, rtol=tolerance, atol=1e-6)
     torch.testing.assert_close(inputs.grad.double(), exact.grad, rtol=tolerance, atol=tolerance)
     for name, parameter in norm.named_parameters():

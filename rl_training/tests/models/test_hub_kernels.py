@@ -180,6 +180,15 @@ def test_what_cannot_be_fetched_is_one_line(tmp_path: Path, backend, hub, reason
     assert not list(tmp_path.glob("*.json"))
 
 
+def test_cudnn_attention_is_switched_by_its_key(load) -> None:
+    try:
+        for disabled in (True, False):
+            load("t2v-1.3b", disable_cudnn_sdp=disabled)
+            assert torch.backends.cuda.cudnn_sdp_enabled() != disabled
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
 def test_an_ambient_kernels_cache_is_ignored() -> None:
     assert kernels_cache({"KERNELS_CACHE": "/ambient"}) == kernels_cache({})
     assert kernels_cache({"WAN_TRAINER_KERNELS_CACHE": "/mine"}) == Path("/mine")
