@@ -28,6 +28,8 @@ ROTARY_ROWS = 1024
 # detector too. Evaluators differ: look at a running one.
 SCORER_BYTES = 1 << 30
 OCR_SCORER_BYTES = 3 << 30
+# What a judge that is served beside the trainer takes of each GPU.
+JUDGE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def estimate_memory(spec: RunSpec, topology: Topology, model: ModelShape, work: 
         "rollout activations": rollout,
         "decoding": decoding,
     }
-    share = 0.5 if isinstance(spec.reward, VlmRewardSpec) else 0.0
+    share = JUDGE_SHARE if isinstance(spec.reward, VlmRewardSpec) else 0.0
     return Memory(items=items, phases=phases, host=_host(spec, topology, model, work), judge_share=share)
 
 
