@@ -18,16 +18,16 @@ from wan_trainer.types import PendingRewards, Reward, RewardRequest, RewardResul
 
 
 def tiny_recipe(out: Path, model: Path, dataset: Path, evalkit: Path, sha256: str) -> dict[str, Any]:
-    """Two prompts x two rollouts of 9 frames, three denoising steps, everything replayed, no real evaluator
+    """Two prompts x two rollouts of 5 frames, three denoising steps, everything replayed, no real evaluator
     needed when the reward is a stand-in."""
     return {
         "trainer": "dancegrpo",
         "device": "cpu",
         "model_path": str(model),
         "dataset_json": str(dataset),
-        "num_frames": 9,
-        "height": 64,
-        "width": 64,
+        "num_frames": 5,
+        "height": 32,
+        "width": 32,
         "fps": 16,
         "output_dir": str(out),
         "batch_size": 2,
