@@ -67,6 +67,7 @@ def test_the_example_trains_with_five_parts_of_ones_own(tmp_path: Path, flags: l
     assert [row["lr"] for row in metrics] == pytest.approx([2.5e-4, 5e-4])
     # The transition and its density: an unchanged policy replays with ratio 1.
     assert all(row["ratio_max_dev"] == 0.0 and row["grad_norm"] > 0 for row in metrics)
+    assert all(row["replayed_per_expert"] == {"transformer": row["replayed_steps"]} for row in metrics)
     # The reward: its component is the reward itself, another one for every rollout.
     rewards = rows(tmp_path / "run", "rewards.jsonl")
     assert len(rewards) == 2 * 2 * 4 and len({row["reward"] for row in rewards}) > 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 import torch
 
@@ -127,6 +128,8 @@ class LeaveOneOut:
             peak_memory_gib=peak_memory_gib(parts.device),
             replayed_steps=len(steps),
             components=census.components,
+            replayed_per_expert=Counter(parts.policy.expert_for(step.sigma) for step in steps),
             skipped=result.skipped,
+            frozen_steps=sum(not parts.policy.trains_at(step.sigma) for step in steps),
             replayed_samples=round(sum(summary.samples)),
         )
