@@ -151,6 +151,7 @@ class LiveStorages(TorchDispatchMode):
         self.peaks: dict[str, int] = {}
         self._phases = [""]
         self._sizes: dict[int, int] = {}
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._resize = torch.UntypedStorage.resize_
 
     def __enter__(self) -> LiveStorages:
@@ -172,7 +173,7 @@ class LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(leaf, DTensor):  # a wrapper of the global shape, around what is really here
                 leaf = leaf._local_tensor
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
@@ -201,7 +202,7 @@ class LiveStorages(TorchDispatchMode):
         key = storage._cdata
         if key not in self._sizes:
             self._sizes[key] = 0
-            weakref.finalize(storage, self._drop, key)
+            self._alive[key] = weakref.ref(storage, lambda _: self._drop(key))
         self._set(key, storage.nbytes())
 
     def _set(self, key: int, size: int) -> None:
@@ -211,6 +212,7 @@ class LiveStorages(TorchDispatchMode):
 
     def _drop(self, key: int) -> None:
         self.live -= self._sizes.pop(key)
+        del self._alive[key]
 
     def _note(self) -> None:
         phase = self._phases[-1]
@@ -273,7 +275,7 @@ def make_model(case: Case, out: Path) -> Path:
 
 
 def configure(case: Case, model: Path) -> GrpoConfig:
-    """Two prompts of one group for each rank, replayed in the chunks of the rollout."""
+    """One prompt for each rank, replayed in the chunks of the rollout."""
     values = {
         "device": "cpu",
         "model_path": str(model),
@@ -286,7 +288,7 @@ def configure(case: Case, model: Path) -> GrpoConfig:
         "height": case.size,
         "width": case.size,
         "max_steps": 2,
-        "grpo_group_size": 2 * case.chunk,
+        "grpo_group_size": max(2, case.chunk),
         "grpo_sample_batch_size": case.chunk,
         "vbvr_reward_decode_batch_size": case.chunk,
         "grpo_num_sampling_steps": 3,

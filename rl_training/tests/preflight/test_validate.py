@@ -170,6 +170,12 @@ def test_a_rollout_that_outlasts_the_evaluators_limit_is_a_warning_with_both_fix
     assert errors(world, kind="warning") == []
 
 
+def test_heads_that_tensor_parallel_ranks_cannot_share_are_named(world):
+    world.set(tensor_parallel_size=4)
+    (line,) = errors(world, nproc=4)
+    assert "tensor_parallel_size: 4 does not divide the 2 attention heads" in line and "use 2" in line
+
+
 def test_a_topology_that_does_not_divide_is_named(world):
     lines = errors(world, nproc=3)
     assert len(lines) == 1 and "data-parallel ranks" in lines[0]

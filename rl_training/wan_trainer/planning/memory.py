@@ -24,10 +24,10 @@ ELEMENT: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Positions of a rotary table, in each direction.
 ROTARY_ROWS = 1024
 
-# What one scorer process is counted at: NumPy, OpenCV and the clips it compares; with OCR, PyTorch and a
-# detector too. Evaluators differ: look at a running one.
-SCORER_BYTES = 1 << 30
-OCR_SCORER_BYTES = 3 << 30
+# What one scorer process is counted at, and one that reads text (docs/rewards.md). Evaluators differ: look at
+# a running one.
+SCORER_BYTES = 800_000_000
+OCR_SCORER_BYTES = SCORER_BYTES + 1_400_000_000
 # What a judge that is served beside the trainer takes of each GPU.
 JUDGE_SHARE = 0.5
 
