@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from wan_trainer.config.attention import ATTENTION_BACKENDS, SIXTEEN_BIT, WITHOUT_BACKWARD
 from wan_trainer.config.family import known_family
+from wan_trainer.config.kernel_rules import attention_rules, compile_rules
+from wan_trainer.config.reward_rules import reward_rules
+from wan_trainer.config.rules import Problem, Rule, changed_keys, refuse
 from wan_trainer.topology import FAMILIES, check_video_shape, divisors
 
 if TYPE_CHECKING:
     from wan_trainer.config.schema import GrpoConfig
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A broken rule: the keys it is about, the decisive one first, and the line for the user."""
-
-    keys: tuple[str, ...]
-    text: str
-
-
-Rule = Callable[["GrpoConfig"], Iterator[Problem]]
-
-
 def contradictions(config: GrpoConfig) -> list[Problem]:
     """Every rule between keys that `config` breaks."""
     return [problem for rule in RULES for problem in rule(config)]
-
-
-def refuse(key: str, text: str, *others: str) -> Problem:
-    return Problem((key, *others), f"{key}: {text}")
 
 
 def _required(config: GrpoConfig) -> Iterator[Problem]:
@@ -48,8 +33,8 @@ def _not_built(config: GrpoConfig) -> Iterator[Problem]:
     if isinstance(config.trainer, str) and config.trainer != "dancegrpo":
         yield refuse(
             "trainer",
-            f"{config.trainer} is not a trainer of this release; use dancegrpo (GRPO), or a mapping with "
-            "_target_ for your own",
+            f"{config.trainer} is no built-in trainer; use dancegrpo (GRPO), or a mapping with _target_ for "
+            "your own",
         )
     if config.latent_webdataset_dir is not None:
         yield refuse(
@@ -102,20 +87,14 @@ def _experts(config: GrpoConfig) -> Iterator[Problem]:
 
 
 def _adapters(config: GrpoConfig) -> Iterator[Problem]:
-    defaults = type(config).model_fields
     if config.lora_rank > 0:
         return
-    for name, value in (
-        ("lora_alpha", config.lora_alpha),
-        ("lora_target_modules", config.lora_target_modules),
-        ("lora_module_prefix", config.lora_module_prefix),
-    ):
-        if value != defaults[name].get_default(call_default_factory=True):  # pyright: ignore[reportCallIssue]
-            yield refuse(
-                name,
-                f"{value} acts on adapters, and lora_rank is 0; set lora_rank or remove {name}",
-                "lora_rank",
-            )
+    for name in changed_keys(config, "lora_alpha", "lora_target_modules", "lora_module_prefix"):
+        yield refuse(
+            name,
+            f"{getattr(config, name)} acts on adapters, and lora_rank is 0; set lora_rank or remove {name}",
+            "lora_rank",
+        )
     if config.transformer_load_dtype in ("bfloat16", "float16"):
         yield refuse(
             "transformer_load_dtype",
@@ -125,53 +104,7 @@ def _adapters(config: GrpoConfig) -> Iterator[Problem]:
         )
 
 
-def _attention(config: GrpoConfig) -> Iterator[Problem]:
-    backend = config.attention_backend
-    if backend in WITHOUT_BACKWARD:
-        yield refuse(
-            "attention_backend",
-            f"{backend} has no backward pass and cannot train; use {WITHOUT_BACKWARD[backend]}",
-        )
-    elif backend not in ATTENTION_BACKENDS:
-        near = difflib.get_close_matches(backend, ATTENTION_BACKENDS, 1) or ["native"]
-        yield refuse(
-            "attention_backend", f"{backend} is not an attention backend of Diffusers; use {near[0]}"
-        )
-    # On a CPU native attention replaces what the rules below are about.
-    if config.device == "cpu":
-        return
-    if backend == "_native_cudnn" and config.disable_cudnn_sdp:
-        yield refuse(
-            "attention_backend",
-            "_native_cudnn is switched off by disable_cudnn_sdp: true; use native or --no-disable_cudnn_sdp",
-            "disable_cudnn_sdp",
-        )
-    if backend in SIXTEEN_BIT and config.param_dtype == "float32":
-        yield refuse(
-            "attention_backend",
-            f"{backend} computes in 16 bits, and param_dtype is float32; use native or --param_dtype "
-            "bfloat16",
-            "param_dtype",
-        )
-    compiled = config.torch_compile and config.torch_compile_backend == "inductor"
-    if backend == "flex" and not compiled:
-        yield refuse(
-            "attention_backend",
-            "flex holds the whole score matrix in memory unless inductor compiles it; use --torch_compile "
-            "with torch_compile_backend inductor, or native",
-            "torch_compile",
-            "torch_compile_backend",
-        )
-
-
-def _kernels(config: GrpoConfig) -> Iterator[Problem]:
-    if config.torch_compile_mode is not None and config.torch_compile_backend != "inductor":
-        yield refuse(
-            "torch_compile_mode",
-            f"{config.torch_compile_mode} is a mode of inductor, and torch_compile_backend is "
-            f"{config.torch_compile_backend}; use null",
-            "torch_compile_backend",
-        )
+def _sharding(config: GrpoConfig) -> Iterator[Problem]:
     if config.hsdp and not config.fsdp:
         yield refuse("hsdp", "true shards within a node, and fsdp is false; use --fsdp or --no-hsdp", "fsdp")
 
@@ -343,97 +276,15 @@ def _schedule(config: GrpoConfig) -> Iterator[Problem]:
             yield refuse("adam_betas", f"{beta} (number {index + 1}) is not in [0, 1); use [0.9, 0.999]")
 
 
-def _rewards(config: GrpoConfig) -> Iterator[Problem]:
-    if not isinstance(config.grpo_reward_fn, str):
-        yield from _own_reward(config)
-        return
-    if not any(config.reward_weights.values()):
-        shown = config.reward_weights
-        yield refuse("reward_weights", f"{shown} gives every rollout the same reward; use {{score: 1.0}}")
-    if config.grpo_reward_fn == "vbvr_rule":
-        yield from _rule_reward(config)
-    else:
-        yield from _judge_reward(config)
-    yield from _other_reward(config)
-
-
-def _own_reward(config: GrpoConfig) -> Iterator[Problem]:
-    """Keys that only the built-in rewards read would be ignored: say so."""
-    shared = ("vbvr_reward_decode_batch_size", "vbvr_reward_fail_on_error")
-    built_in = ("vbvr_reward_", "vlm_reward_", "reward_weights", "reward_timeout_s", "reward_monitor")
-    names: list[str] = []
-    for name, field in type(config).model_fields.items():
-        if name.startswith(built_in) and name not in shared:
-            default: object = field.get_default(call_default_factory=True)  # pyright: ignore[reportCallIssue]
-            names += [name] if getattr(config, name) != default else []
-    if names:
-        shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        yield Problem(
-            (names[0], "grpo_reward_fn"),
-            f"{shown}: set for a built-in reward, and grpo_reward_fn names your own; remove "
-            f"{', '.join(names)}, and give the target what it needs as arguments",
-        )
-
-
-def _rule_reward(config: GrpoConfig) -> Iterator[Problem]:
-    if not config.vbvr_reward_evalkit_dir:
-        yield refuse(
-            "vbvr_reward_evalkit_dir", "is missing; grpo_reward_fn vbvr_rule scores with that checkout"
-        )
-    if config.vbvr_reward_evalkit_source_sha256 is None:
-        yield refuse(
-            "vbvr_reward_evalkit_source_sha256",
-            "is missing; vbvr_rule runs a pinned evaluator: wan-trainer evalkit-digest prints the digest",
-        )
-    if config.vbvr_reward_device != "cpu":
-        yield refuse(
-            "vbvr_reward_device",
-            f"{config.vbvr_reward_device} is not open to scorers, from which GPUs are hidden; use cpu",
-        )
-
-
-def _judge_reward(config: GrpoConfig) -> Iterator[Problem]:
-    if not config.vlm_reward_model:
-        yield refuse(
-            "vlm_reward_model", "is missing; grpo_reward_fn vbvr_vlm asks that model for its verdicts"
-        )
-    if config.vlm_reward_prompt_mode == "task_specific" and not config.vlm_reward_prompt_dir:
-        yield refuse(
-            "vlm_reward_prompt_dir",
-            "is missing; vlm_reward_prompt_mode task_specific reads its rubrics there; name it or use "
-            "--vlm_reward_prompt_mode custom",
-            "vlm_reward_prompt_mode",
-        )
-
-
-def _other_reward(config: GrpoConfig) -> Iterator[Problem]:
-    """Keys of the reward that is not in use would be ignored: say so."""
-    rule = config.grpo_reward_fn == "vbvr_rule"
-    unused, owner = ("vlm_reward_", "vbvr_vlm") if rule else ("vbvr_reward_", "vbvr_rule")
-    if owner in config.reward_monitor:
-        return
-    names = [
-        name
-        for name, field in type(config).model_fields.items()
-        if name.startswith(unused) and getattr(config, name) != field.get_default(call_default_factory=False)
-    ]
-    if names:
-        shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more {unused}* keys"
-        yield Problem(
-            (names[0], "grpo_reward_fn"),
-            f"{shown}: set for {owner}, and grpo_reward_fn is {config.grpo_reward_fn}; remove them or use "
-            f"grpo_reward_fn: {owner}",
-        )
-
-
 RULES: tuple[Rule, ...] = (
     _required,
     _not_built,
     _video_shape,
     _experts,
     _adapters,
-    _attention,
-    _kernels,
+    attention_rules,
+    compile_rules,
+    _sharding,
     _order,
     _resume,
     _waves,
@@ -442,5 +293,5 @@ RULES: tuple[Rule, ...] = (
     _guidance,
     _delay,
     _schedule,
-    _rewards,
+    reward_rules,
 )
