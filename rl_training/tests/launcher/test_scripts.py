@@ -127,7 +127,7 @@ def test_a_run_without_metrics_is_said(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--algorithm", "refl"], "not in this release"),
+        (["--algorithm", "refl"], "not built"),
         (["--algorithm=ppo"], "ppo"),
         (["--steps", "many"], "--steps"),
         (["--nproc=0"], "--nproc"),

@@ -1,4 +1,4 @@
-"""What `device: cpu` settles, and what this release cannot run yet."""
+"""What `device: cpu` settles, and what is refused because it is not built."""
 
 from __future__ import annotations
 
@@ -45,12 +45,11 @@ def resolve_device(config: GrpoConfig, *, cuda_available: bool) -> GrpoConfig:
 
 
 def unbuilt(config: GrpoConfig) -> list[str]:
-    """What `config` asks for and this release cannot run, one line each with the remedy.
+    """What `config` asks for and is not built, one line each with the remedy.
 
     Ask after `resolve_device`: on a CPU the kernels in question are already replaced. Commands that train or
     validate refuse these; commands that only show a configuration do not.
     """
-    later = "comes in a later release"
     lines: list[str] = []
 
     def refuse(condition: bool, line: str) -> None:
@@ -60,14 +59,24 @@ def unbuilt(config: GrpoConfig) -> list[str]:
     start = "--resume_from null" + (" --reset_dataloader null" if config.reset_dataloader is not None else "")
     refuse(
         config.resume_from is not None,
-        f"resume_from: {config.resume_from} {later}; use {start}, and a Diffusers directory as model_path",
+        f"resume_from: {config.resume_from}: starting from other weights is not built; use {start}, and a "
+        "Diffusers directory as model_path",
     )
-    refuse(config.base_lora is not None, f"base_lora: {config.base_lora} {later}; use --base_lora null")
+    refuse(
+        config.base_lora is not None,
+        f"base_lora: {config.base_lora}: merging an adapter is not built; use --base_lora null",
+    )
     judge = config.grpo_reward_fn == "vbvr_vlm"
-    refuse(judge, f"grpo_reward_fn: vbvr_vlm {later}; use a recipe with grpo_reward_fn: vbvr_rule")
-    refuse(config.eval_steps > 0, f"eval_steps: {config.eval_steps} {later}; use --eval_steps 0")
+    refuse(judge, "grpo_reward_fn: vbvr_vlm is not built; use a recipe with grpo_reward_fn: vbvr_rule")
+    refuse(
+        config.eval_steps > 0,
+        f"eval_steps: {config.eval_steps}: evaluation in training is not built; use --eval_steps 0",
+    )
     monitor = ", ".join(config.reward_monitor)
-    refuse(bool(monitor), f"reward_monitor: [{monitor}] {later}; use --reward_monitor '[]'")
+    refuse(
+        bool(monitor),
+        f"reward_monitor: [{monitor}]: scoring without training on it is not built; use --reward_monitor '[]'",
+    )
     fast = config.vbvr_reward_fast_decode
-    refuse(fast, f"vbvr_reward_fast_decode: true {later}; use --no-vbvr_reward_fast_decode")
+    refuse(fast, "vbvr_reward_fast_decode: true is not built; use --no-vbvr_reward_fast_decode")
     return lines
