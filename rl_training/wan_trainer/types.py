@@ -36,6 +36,12 @@ class UserError(Exception):
         self.problems = problems
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, at most 300 characters; the name of its type when it has no text."""
+    text = str(error).strip()
+    return text.splitlines()[0][:300].rstrip(":") if text else type(error).__name__
+
+
 class SampleId(NamedTuple):
     """Identity of one rollout.
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from wan_trainer.types import UserError
+from wan_trainer.types import UserError, first_line
 
 AXES = ("dp_replicate", "dp_shard", "tp")
 
@@ -118,7 +118,7 @@ def _rendezvous(rank: int, world: int, timeout_s: float) -> Store:
     except (dist.DistError, RuntimeError) as error:
         raise RendezvousError(
             f"rank {rank} could not reach the rendezvous at {address} within {timeout_s:g} s "
-            f"({_first_line(error)}): "
+            f"({first_line(error)}): "
             "check MASTER_ADDR and MASTER_PORT, that the first machine is running, and that no firewall is "
             "between"
         ) from error
@@ -137,8 +137,3 @@ def _rendezvous(rank: int, world: int, timeout_s: float) -> Store:
             "or raise --rendezvous_timeout_s"
         ) from error
     return store
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__

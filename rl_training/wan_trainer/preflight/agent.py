@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
-from wan_trainer.types import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED
+from wan_trainer.types import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, first_line
 
 _TELLING = (EXIT_BAD_INPUT, EXIT_STOPPED)
 
@@ -41,8 +41,7 @@ def launch(arguments: Sequence[str]) -> int:
         _say(f"ended by {error.sigval.name} before the ranks could save")
         return EXIT_FAILURE
     except DistError as error:
-        reason = str(error).splitlines()[0]
-        _say(f"the nodes did not meet at {args.master_addr}:{args.master_port}: {reason}")
+        _say(f"the nodes did not meet at {args.master_addr}:{args.master_port}: {first_line(error)}")
         return EXIT_FAILURE
     return EXIT_DONE
 

@@ -12,9 +12,9 @@ from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_a
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
 from wan_trainer.config.attention import HUB_KERNELS
-from wan_trainer.models.wan.hub_kernels import first_line, load_hub_kernel
+from wan_trainer.models.wan.hub_kernels import load_hub_kernel
 from wan_trainer.models.wan.kernel_cache import kernels_cache
-from wan_trainer.types import UserError
+from wan_trainer.types import UserError, first_line
 
 # bfloat16 keeps 8 bits: a correct kernel's output and gradients are within 1% of float32's; another
 # kernel's are not within 5%.

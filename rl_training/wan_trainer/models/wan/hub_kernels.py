@@ -25,7 +25,7 @@ from wan_trainer.models.wan.kernel_cache import (
     receipt_path,
     write_receipt,
 )
-from wan_trainer.types import UserError
+from wan_trainer.types import UserError, first_line
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,3 @@ def _fetch(kernel: HubKernel, cache: Path, hub: Hub, receipts: list[Receipt]) ->
             case other:
                 raise ValueError(f"{dependency.repo_id} is asked for by commit ({other}), not by version")
     receipts.append(write_receipt(cache, kernel, snapshot.name, variant))
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, for a message of one line."""
-    text = str(error).strip()
-    return text.splitlines()[0][:300].rstrip(":") if text else type(error).__name__

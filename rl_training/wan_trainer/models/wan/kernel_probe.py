@@ -13,11 +13,11 @@ from torch import nn
 from wan_trainer.config.attention import HUB_KERNELS
 from wan_trainer.config.specs import Dtype
 from wan_trainer.models.wan.attention import prove_attention
-from wan_trainer.models.wan.hub_kernels import first_line, load_hub_kernel
+from wan_trainer.models.wan.hub_kernels import load_hub_kernel
 from wan_trainer.models.wan.kernel_cache import kernels_cache
 from wan_trainer.models.wan.liger import LigerLayerNorm, LigerRMSNorm, check_liger
 from wan_trainer.models.wan.load import DTYPES
-from wan_trainer.types import UserError
+from wan_trainer.types import UserError, first_line
 
 # Rounding once to bfloat16 and summing in another order.
 TOLERANCE = 0.02

@@ -10,8 +10,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from wan_trainer.models.wan.hub_kernels import first_line
-from wan_trainer.types import UserError
+from wan_trainer.types import UserError, first_line
 
 try:
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction

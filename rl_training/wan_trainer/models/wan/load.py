@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from wan_trainer.config.specs import Dtype, ModelSpec
 from wan_trainer.models.wan.directory import WanDirectory, read_directory, trained_experts
 from wan_trainer.models.wan.weights import Weights, check_names, fill
-from wan_trainer.types import UserError
+from wan_trainer.types import UserError, first_line
 
 DTYPES: dict[Dtype, torch.dtype] = {
     "float32": torch.float32,
@@ -157,7 +157,7 @@ def _load_tokenizer(component: Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(component, local_files_only=True)
     except Exception as error:  # noqa: BLE001 - tokenizers raises a bare Exception on a damaged file
         raise UserError(
-            f"{component} holds no tokenizer that loads ({_line(error)}): fetch it again"
+            f"{component} holds no tokenizer that loads ({first_line(error)}): fetch it again"
         ) from None
 
 
@@ -168,7 +168,9 @@ def _load_text_encoder(component: Path, device: torch.device) -> UMT5EncoderMode
     try:
         loaded: Any = UMT5EncoderModel.from_pretrained(component, **arguments)
     except _LOADING_ERRORS as error:
-        raise UserError(f"{component} does not load ({_line(error)}): fetch the component again") from None
+        raise UserError(
+            f"{component} does not load ({first_line(error)}): fetch the component again"
+        ) from None
     return _frozen(loaded[0], loaded[1], component).to(device=device)
 
 
@@ -177,7 +179,9 @@ def _load_vae(component: Path, device: torch.device) -> AutoencoderKLWan:
     try:
         loaded: Any = AutoencoderKLWan.from_pretrained(component, **arguments)
     except _LOADING_ERRORS as error:
-        raise UserError(f"{component} does not load ({_line(error)}): fetch the component again") from None
+        raise UserError(
+            f"{component} does not load ({first_line(error)}): fetch the component again"
+        ) from None
     return _frozen(loaded[0], loaded[1], component).to(device=device)
 
 
@@ -191,8 +195,3 @@ def _frozen(module: Any, info: Mapping[str, Collection[object]], component: Path
                 "weights and config.json are of different models, fetch the component again"
             )
     return module.eval().requires_grad_(False)
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__
