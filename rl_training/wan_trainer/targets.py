@@ -153,13 +153,13 @@ def source_digest(target: Target) -> str:
         return "missing"
     if spec is None:
         return "missing"
-    roots = list(spec.submodule_search_locations or [])
-    files = sorted(file for root in roots for file in Path(root).rglob("*.py"))
+    roots = [Path(root) for root in spec.submodule_search_locations or []]
+    files = [(file.relative_to(root).as_posix(), file) for root in roots for file in root.rglob("*.py")]
     if not roots and spec.origin is not None and Path(spec.origin).is_file():
-        files = [Path(spec.origin)]
+        files = [(Path(spec.origin).name, Path(spec.origin))]
     digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    for name, file in sorted(files):
+        digest.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Protocol, cast
 
 from wan_trainer.algorithms.base import RunFailure
@@ -63,8 +64,9 @@ SCHEDULES: Mapping[LrSchedule, Callable[[int], LearningRateSchedule]] = {
 }
 
 
+@cache
 def learning_rate_schedule(schedule: LrSchedule | Target, warmup: int) -> LearningRateSchedule:
-    """The schedule of that name, or the user's, which is the whole factor, warm-up included.
+    """The schedule of that name, or the user's (called once in a process): the whole factor, with warm-up.
 
     Raises UserError when a target is not what `LearningRateSchedule` says.
     """
