@@ -116,6 +116,11 @@ class Updater:
         applied = finite and reached
         if applied:
             self.optimizer.step()
+            for module in self._sharded:
+                # A forward without gradients leaves what is outside the blocks gathered until a backward of
+                # the same expert. Where none follows before this update (a later batch of the window that
+                # replays only the other expert), it would go on with the values from before.
+                module.reshard()
             self._nonfinite_in_a_row = 0
             if self._ema is not None:
                 self._ema.update()
