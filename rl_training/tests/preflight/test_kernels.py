@@ -15,7 +15,7 @@ from rl_training.tests.models.kernel_repository import WRONG, forget_kernels, wr
 from rl_training.tests.preflight.test_validate import errors
 from wan_trainer.preflight import kernels
 from wan_trainer.preflight.cuda import CudaDevices, cuda_devices
-from wan_trainer.preflight.kernels import check_kernels, check_triton_cache, file_system, run_kernels
+from wan_trainer.preflight.kernels import check_kernels, run_kernels
 
 FLASH = "_flash_3_hub"
 
@@ -95,24 +95,6 @@ def test_the_process_runs_the_kernel_of_the_cache(tmp_path, monkeypatch, capsys)
     wrong, liger = json.loads(capsys.readouterr().out)
     assert "away from exact attention" in wrong
     assert "use_liger_kernel: true needs a CUDA device" in liger
-
-
-def test_tritons_cache_is_writable_and_local(tmp_path, monkeypatch):
-    assert check_triton_cache({"TRITON_CACHE_DIR": str(tmp_path / "new")}) == []
-    (tmp_path / "file").touch()
-    (finding,) = check_triton_cache({"TRITON_CACHE_DIR": str(tmp_path / "file" / "below")})
-    assert finding.kind == "error" and "TRITON_CACHE_DIR" in finding.message
-    monkeypatch.setattr(kernels, "file_system", lambda path: "nfs4")
-    (finding,) = check_triton_cache({"TRITON_CACHE_DIR": str(tmp_path)})
-    assert finding.kind == "warning" and "nfs4" in finding.message
-
-
-def test_the_file_system_of_a_path_is_that_of_its_nearest_mount(tmp_path):
-    mounts = tmp_path / "mounts"
-    mounts.write_text(f"/dev/sda / ext4 rw 0 0\nserver:/x {tmp_path.parent} nfs4 rw 0 0\nbroken\n")
-    assert file_system(tmp_path, mounts) == "nfs4"
-    assert file_system(tmp_path.parent.parent, mounts) == "ext4"
-    assert file_system(tmp_path, tmp_path / "none") == ""
 
 
 def test_a_run_asks_no_network_for_files():

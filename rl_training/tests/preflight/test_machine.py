@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from wan_trainer.preflight import machine
 from wan_trainer.preflight.cuda import cuda_devices
 from wan_trainer.preflight.machine import (
     check_accelerator,
@@ -15,8 +16,10 @@ from wan_trainer.preflight.machine import (
     check_scratch,
     check_toolchain,
     check_triton,
+    check_triton_cache,
     checkpoint_elements,
     compiler_environment,
+    file_system,
     nearest_existing,
 )
 
@@ -130,3 +133,21 @@ def test_an_output_directory_that_is_a_file_is_refused(tiny_spec, tiny_ti2v, tmp
     (tmp_path / "taken").touch()
     (problem,) = check_disk(tmp_path / "taken", tiny_spec(tiny_ti2v), ema=False)
     assert "output_dir" in problem.message
+
+
+def test_tritons_cache_is_writable_and_local(tmp_path, monkeypatch):
+    assert check_triton_cache({"TRITON_CACHE_DIR": str(tmp_path / "new")}) == []
+    (tmp_path / "file").touch()
+    (finding,) = check_triton_cache({"TRITON_CACHE_DIR": str(tmp_path / "file" / "below")})
+    assert finding.kind == "error" and "TRITON_CACHE_DIR" in finding.message
+    monkeypatch.setattr(machine, "file_system", lambda path: "nfs4")
+    (finding,) = check_triton_cache({"TRITON_CACHE_DIR": str(tmp_path)})
+    assert finding.kind == "warning" and "nfs4" in finding.message
+
+
+def test_the_file_system_of_a_path_is_that_of_its_nearest_mount(tmp_path):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/sda / ext4 rw 0 0\nserver:/x {tmp_path.parent} nfs4 rw 0 0\nbroken\n")
+    assert file_system(tmp_path, mounts) == "nfs4"
+    assert file_system(tmp_path.parent.parent, mounts) == "ext4"
+    assert file_system(tmp_path, tmp_path / "none") == ""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from wan_trainer.config.specs import ModelSpec
 from wan_trainer.models.wan.kernel_cache import check_cached, kernels_cache
@@ -19,8 +17,6 @@ _PROBE = (
     "import json, sys; from wan_trainer.models.wan.kernel_probe import kernel_problems; "
     "print(json.dumps(kernel_problems(*json.loads(sys.argv[1]))))"
 )
-# Where files are shared by machines; what each of them compiles must not meet there.
-_NETWORK_FILE_SYSTEMS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "9p", "fuse.")
 
 
 def check_kernels(model: ModelSpec, head_dim: int, env: Mapping[str, str]) -> list[Finding]:
@@ -67,42 +63,3 @@ def run_kernels(model: ModelSpec, head_dim: int, device: str, env: Mapping[str, 
         f"{str(model.use_liger_kernel).lower()}: the kernels do not run here ({reason}): use "
         "--attention_backend native and --no-use_liger_kernel"
     ]
-
-
-def check_triton_cache(env: Mapping[str, str]) -> list[Finding]:
-    """TRITON_CACHE_DIR can be written, and is this machine's own."""
-    folder = Path(env.get("TRITON_CACHE_DIR") or Path(env.get("HOME", "/root"), ".triton", "cache"))
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return [
-            Finding(
-                f"TRITON_CACHE_DIR {folder}: {existing} is not a writable directory: set it to a local one"
-            )
-        ]
-    kind = file_system(existing)
-    if kind.startswith(_NETWORK_FILE_SYSTEMS):
-        return [
-            Finding(
-                f"TRITON_CACHE_DIR {folder} is on a shared file system ({kind}), where machines overwrite "
-                "each other's kernels: set it to a local directory",
-                "warning",
-            )
-        ]
-    return []
-
-
-def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """The type of the file system that holds `path`; empty where it cannot be told."""
-    try:
-        lines = mounts.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    target, best, kind = path.resolve(), -1, ""
-    for line in lines:
-        fields = line.split()
-        if len(fields) > 2:
-            # Blanks in a mount point are written as \040.
-            point = Path(fields[1].replace("\\040", " "))
-            if target.is_relative_to(point) and len(point.parts) >= best:
-                best, kind = len(point.parts), fields[2]
-    return kind

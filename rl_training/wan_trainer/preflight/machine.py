@@ -15,10 +15,11 @@ from wan_trainer.models.wan.directory import EXPERTS, trained_experts
 from wan_trainer.models.wan.weight_files import count_adapter_elements, count_elements
 from wan_trainer.preflight.cuda import cuda_devices
 from wan_trainer.preflight.finding import Finding
-from wan_trainer.preflight.kernels import check_triton_cache
 
 _TOOL_TIMEOUT_S = 120.0
 _TRITON_PROBE = "from triton.runtime import driver; print(driver.active.get_current_target())"
+# Where files are shared by machines; what each of them compiles must not meet there.
+_NETWORK_FILE_SYSTEMS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "9p", "fuse.")
 
 
 def check_accelerator(device: Device, nproc: int, env: Mapping[str, str], *, stated: str) -> list[Finding]:
@@ -98,6 +99,45 @@ def check_triton(env: Mapping[str, str]) -> list[Finding]:
         "or set WAN_TRAINER_SKIP_TRITON_PREFLIGHT=1 when nothing compiled is used"
     )
     return [Finding(line)]
+
+
+def check_triton_cache(env: Mapping[str, str]) -> list[Finding]:
+    """TRITON_CACHE_DIR can be written, and is this machine's own."""
+    folder = Path(env.get("TRITON_CACHE_DIR") or "~/.triton/cache").expanduser()
+    existing = nearest_existing(folder)
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        return [
+            Finding(
+                f"TRITON_CACHE_DIR {folder}: {existing} is not a writable directory: set it to a local one"
+            )
+        ]
+    kind = file_system(existing)
+    if kind.startswith(_NETWORK_FILE_SYSTEMS):
+        return [
+            Finding(
+                f"TRITON_CACHE_DIR {folder} is on a shared file system ({kind}), where machines overwrite "
+                "each other's kernels: set it to a local directory",
+                "warning",
+            )
+        ]
+    return []
+
+
+def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
+    """The type of the file system that holds `path`; empty where it cannot be told."""
+    try:
+        lines = mounts.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    target, best, kind = path.resolve(), -1, ""
+    for line in lines:
+        fields = line.split()
+        if len(fields) > 2:
+            # Blanks in a mount point are written as \040.
+            point = Path(fields[1].replace("\\040", " "))
+            if target.is_relative_to(point) and len(point.parts) >= best:
+                best, kind = len(point.parts), fields[2]
+    return kind
 
 
 def _failure(command: list[str], env: Mapping[str, str], *, source: str = "", last: bool = True) -> str:
