@@ -75,7 +75,7 @@ def unbuilt(config: GrpoConfig) -> list[str]:
     monitor = ", ".join(config.reward_monitor)
     refuse(
         bool(monitor),
-        f"reward_monitor: [{monitor}]: scoring without training on it is not built; use --reward_monitor '[]'",
+        f"reward_monitor: [{monitor}]: scoring without training is not built; use --reward_monitor '[]'",
     )
     fast = config.vbvr_reward_fast_decode
     refuse(fast, "vbvr_reward_fast_decode: true is not built; use --no-vbvr_reward_fast_decode")

@@ -178,17 +178,16 @@ def load_checkpoint(
     """Restore the weights, optimizer, `ema` and this rank's RNG, at any number of ranks.
 
     A checkpoint without averages, of a run that kept none, starts `ema` at the restored weights. Collective;
-    verify first.
+    verify first. Raises SharedUserError when it does not hold all that is trained.
     """
     reader = FileSystemReader(checkpoint / "state")
     values = _values(model, optimizer, mesh, ema)
     stored = set(reader.read_metadata().state_dict_metadata)
     missing = sorted(f"model.{name}" for name in values["model"] if f"model.{name}" not in stored)
     if missing:
-        raise UserError(
+        raise SharedUserError(
             f"{checkpoint}: {len(missing)} trained parameters are not in this checkpoint (first: "
-            f"{missing[0]}): "
-            "it was written by another model or LoRA setting; use another output_dir"
+            f"{missing[0]}): it was written by another model or LoRA setting; use another output_dir"
         )
     for section in ("rng", "ema"):
         # The RNG of a rank that did not exist, averages that were not kept.
