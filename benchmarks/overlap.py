@@ -38,7 +38,7 @@ from wan_trainer.rewards.evalkit import source_sha256
 from wan_trainer.tiny.tasks import TASKS, write_archives
 
 RANKS = 2
-GROUP, PROMPTS = 4, 2
+GROUP, PROMPTS = 4, len(TASKS)
 ROLLOUTS_PER_RANK = GROUP * PROMPTS // RANKS
 CALIBRATION_STEPS = 5
 DROPPED_FIRST, DROPPED_LAST = 2, 1
@@ -73,11 +73,12 @@ class Side:
     replay_s: float
 
 
-def build_world(root: Path) -> dict[str, Any]:
-    """Model, data and judge under `root`; the recipe that names them."""
+def build_world(root: Path, steps: int) -> dict[str, Any]:
+    """Model, data and judge under `root`; the recipe that names them. One epoch is `steps` batches: its end
+    would drain the queue in the middle of a run."""
     model = write_model(root / "model", heads=4, layers=4)
-    write_archives(root / "archives", samples_per_task=4)
-    samples = len(TASKS) * 4
+    samples = steps * PROMPTS
+    write_archives(root / "archives", samples_per_task=samples // len(TASKS))
     unpack(
         root / "archives",
         root / "dataset",
@@ -190,7 +191,7 @@ def rewards(run: Path) -> dict[tuple[int, int, int], float]:
 
 def compare(root: Path, steps: int) -> dict[str, Any]:
     """Calibrate the judge, run both sides, and put them next to each other."""
-    recipe = build_world(root)
+    recipe = build_world(root, steps)
     probe = measure(train(root, "probe", recipe, depth=0, steps=CALIBRATION_STEPS, latency_s=0.0))
     # Of a synchronous step of which the reward is a third, the reward is half of the rest.
     wanted = (probe.rollout_s + probe.replay_s) / 2
@@ -222,7 +223,7 @@ def compare(root: Path, steps: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=12, help="batches of each side")
+    parser.add_argument("--steps", type=int, default=10, help="batches of each side")
     parser.add_argument("--keep", type=Path, help="keep runs and logs in this new directory")
     args = parser.parse_args()
     if args.steps < DROPPED_FIRST + DROPPED_LAST + 3:
