@@ -198,7 +198,8 @@ def _unequal_shares(batch: BatchSpec, wave: int, group: int, dp: int, prompts: i
 
 def divisors(number: int) -> list[int]:
     """All positive divisors, ascending."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return low + [number // n for n in reversed(low) if n * n != number]
 
 
 def _multiples(unit: int, near: int) -> list[int]:

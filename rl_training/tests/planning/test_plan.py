@@ -177,6 +177,32 @@ def test_each_choice_moves_its_own_item():
     assert lora.items["parameters"] == (2 * 4_999_787_712 + 4 * adapters) / 8
 
 
+def test_adapters_of_one_expert_are_counted_by_any_of_its_names():
+    words = ("--lora_rank", "32", "--transformer_load_dtype", "auto")
+    both = plan_of("a14b_rule", 1, *words).memory.items["AdamW"]
+    for prefix in ("low_noise", "transformer_2", "transformer"):
+        one = plan_of("a14b_rule", 1, *words, "--lora_module_prefix", prefix).memory.items["AdamW"]
+        assert both == 2 * one > 0, prefix
+    block = plan_of("a14b_rule", 1, *words, "--lora_module_prefix", "transformer_2.blocks.3").memory
+    assert both == 2 * 40 * block.items["AdamW"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("5b_cps", "--lora_target_modules", "to_q", "nope"),
+        ("5b_cps", "--lora_module_prefix", "low_noise"),
+        ("a14b_rule", "--train_experts", "high", "--lora_module_prefix", "transformer_2"),
+    ],
+)
+def test_adapters_that_match_nothing_are_refused(words, capsys):
+    name, *flags = words
+    nodes = "16" if name == "5b_cps" else "1"
+    lora = ["--lora_rank", "4", "--transformer_load_dtype", "auto"]
+    lines = refused(capsys, "--config", recipe(name), "--nodes", nodes, *lora, *flags)
+    assert len(lines) == 1 and lines[0].startswith("lora_target_modules: ")
+
+
 def test_tensor_parallel_ranks_hold_half_of_what_is_cut():
     one = plan_of("a14b_rule", 1, "--tensor_parallel_size", "1", "--batch_size", "2").memory
     two = plan_of("a14b_rule", 1).memory

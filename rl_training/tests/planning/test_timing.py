@@ -103,6 +103,11 @@ def test_runs_that_do_not_show_their_times_are_one_line(tmp_path, capsys):
     with pytest.raises(UserError, match="no reward_wait_s"):
         (tmp_path / "metrics.jsonl").write_text('{"prepare_s": 1, "replay_s": null}\n')
         measured_phase_times(tmp_path)
+    for value in ("0", "-3", "NaN", "Infinity", "1" + 400 * "0"):
+        row = f'{{"prepare_s": {value}, "replay_s": {value}, "reward_wait_s": 0}}'
+        (tmp_path / "metrics.jsonl").write_text(row)
+        with pytest.raises(UserError, match=r"a step takes 0 s|has no prepare_s"):
+            measured_phase_times(tmp_path)
     assert main(["plan", "--config", CPS, "--nodes", "16", "--from_run", str(tmp_path / "none")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "has no metrics.jsonl" in error

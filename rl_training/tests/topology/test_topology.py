@@ -13,6 +13,7 @@ from wan_trainer.topology import (
     check_video_shape,
     counted,
     describe_ranks,
+    divisors,
     pending_rewards_needed,
     replay_step_count,
     total_batches,
@@ -228,3 +229,9 @@ def test_words_follow_their_number():
     assert [counted(n, "wave") for n in (0, 1, 2)] == ["0 waves", "1 wave", "2 waves"]
     assert [counted(n, "batch") for n in (1, 1024)] == ["1 batch", "1,024 batches"]
     assert describe_ranks(1, 1, 1, 1, 1).startswith("1 node x 1 process = 1; data parallel 1: 1 x 1")
+
+
+def test_divisors_also_of_numbers_too_large_to_count_up_to():
+    for number in range(1, 200):
+        assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+    assert divisors(10**12 + 39) == [1, 10**12 + 39]

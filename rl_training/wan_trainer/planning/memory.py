@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from wan_trainer.config.specs import Dtype, RuleRewardSpec, RunSpec, VlmRewardSpec
-from wan_trainer.models.wan.architecture import ModelShape, TransformerShape
+from wan_trainer.models.wan.architecture import ModelShape, TransformerShape, adapter_prefix
 from wan_trainer.models.wan.directory import EXPERTS, trained_experts
 from wan_trainer.planning.activations import (
     FLOAT,
@@ -149,11 +149,17 @@ def local_sizes(spec: RunSpec, topology: Topology, model: ModelShape) -> Sizes:
             trained_root=root,
             experts=len(trained),
         )
-    prefix = lora.module_prefix
-    if prefix in ("high_noise", "low_noise"):
-        trained, prefix = (EXPERTS[0] if prefix == "high_noise" else EXPERTS[1],), None
-    adapters = shape.adapter_elements(lora.rank, lora.target_modules, prefix, tp)
-    in_root = replace(shape, num_layers=0).adapter_elements(lora.rank, lora.target_modules, prefix, tp)
+    prefix = adapter_prefix(lora)
+    counts = {
+        name: shape.adapter_elements(lora.rank, lora.target_modules, prefix, tp, name) for name in trained
+    }
+    # The prefix of one expert leaves the other without adapters.
+    trained = tuple(name for name, count in counts.items() if count)
+    adapters = max(counts.values())
+    outside = replace(shape, num_layers=0)
+    in_root = max(
+        outside.adapter_elements(lora.rank, lora.target_modules, prefix, tp, name) for name in counts
+    )
     in_block = (adapters - in_root) / shape.num_layers
     return Sizes(
         trained=len(trained) * adapters / shards,

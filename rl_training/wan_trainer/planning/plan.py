@@ -9,7 +9,7 @@ from wan_trainer.config.device import resolve_device, unbuilt
 from wan_trainer.config.resolution import resolve, topology_of
 from wan_trainer.config.schema import GrpoConfig
 from wan_trainer.config.specs import RunSpec
-from wan_trainer.models.wan.architecture import ModelShape, check_heads, model_shape
+from wan_trainer.models.wan.architecture import ModelShape, check_adapters, check_heads, model_shape
 from wan_trainer.planning.memory import Memory, estimate_memory
 from wan_trainer.planning.timing import PhaseTimes, StepTimes, estimate_steps
 from wan_trainer.planning.traffic import Traffic, estimate_traffic
@@ -81,7 +81,8 @@ def make_plan(config: GrpoConfig, nodes: int, nproc: int, phases: PhaseTimes | N
     if spec is not None:
         model = model_shape(spec.model.path, spec.model.family)
         heads = check_heads(model.transformer, config.tensor_parallel_size)
-        problems += [heads] if heads else []
+        adapters = check_adapters(model, spec.model)
+        problems += [problem for problem in (heads, adapters) if problem]
         if topology is not None:
             try:
                 work = count_work(spec, topology)

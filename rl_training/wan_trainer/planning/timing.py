@@ -93,6 +93,8 @@ def measured_phase_times(run_dir: Path) -> PhaseTimes:
     rollout, wait, replay = (
         _median(rows, key, run_dir) for key in ("prepare_s", "reward_wait_s", "replay_s")
     )
+    if rollout + replay == 0:
+        raise UserError(f"--from_run: metrics.jsonl of {run_dir} says that a step takes 0 s; give {_EXAMPLE}")
     if not any(row.get("policy_age") for row in rows):
         return PhaseTimes(rollout=rollout, reward=wait, replay=replay)
     if wait < _VISIBLE * (rollout + replay):
@@ -105,7 +107,13 @@ def measured_phase_times(run_dir: Path) -> PhaseTimes:
 
 
 def _median(rows: Sequence[JsonObject], key: str, run_dir: Path) -> float:
-    values = [float(value) for row in rows if isinstance(value := row.get(key), int | float)]
+    values = [float(value) for row in rows if isinstance(value := row.get(key), int | float) and _sane(value)]
     if not values:
         raise UserError(f"--from_run: metrics.jsonl of {run_dir} has no {key}; give {_EXAMPLE} instead")
     return median(values)
+
+
+def _sane(seconds: float) -> bool:
+    """Not of a damaged row: comparisons with nan are false, and no step takes as long as the age of the
+    Earth."""
+    return 0 <= seconds < 1e17

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from wan_trainer.config.family import names_component, read_json_object
-from wan_trainer.config.specs import Family
+from wan_trainer.config.specs import Family, LoraSpec, ModelSpec
+from wan_trainer.models.wan.directory import EXPERTS, trained_experts
 from wan_trainer.models.wan.weight_files import count_elements, damage, weight_files
 from wan_trainer.topology import divisors
 
@@ -110,12 +111,20 @@ class TransformerShape:
         """Parameters of the transformer on one of `tp` tensor-parallel ranks."""
         return self.num_layers * self.local_block_elements(tp) + self.root_elements
 
-    def adapter_elements(self, rank: int, targets: Collection[str], prefix: str | None, tp: int = 1) -> int:
+    def adapter_elements(
+        self,
+        rank: int,
+        targets: Collection[str],
+        prefix: str | None,
+        tp: int = 1,
+        expert: str = "transformer",
+    ) -> int:
         """Parameters of LoRA adapters on every linear layer whose name ends with a target suffix.
 
-        prefix: restricts them to names that start so. tp: on one of `tp` tensor-parallel ranks, where the
-        factor beside the cut dim is cut with it.
+        prefix: restricts them to names that start so, within the transformer or with `expert`, its name, in
+        front. tp: on one of `tp` tensor-parallel ranks, where the factor beside the cut dim is cut with it.
         """
+        start = "" if prefix is None else prefix.rstrip(".") + "."
         layers = [
             replace(layer, name=f"blocks.{index}.{layer.name}")
             for index in range(self.num_layers)
@@ -124,7 +133,7 @@ class TransformerShape:
         total = 0
         for layer in (*layers, *self.root_linears()):
             matches = any(layer.name == target or layer.name.endswith(f".{target}") for target in targets)
-            if matches and (prefix is None or layer.name.startswith(prefix.rstrip(".") + ".")):
+            if matches and (layer.name.startswith(start) or f"{expert}.{layer.name}".startswith(start)):
                 total += rank * layer.inputs // (tp if layer.split == "in" else 1)
                 total += rank * layer.outputs // (tp if layer.split == "out" else 1)
         return total
@@ -318,6 +327,33 @@ def vae_shape(config: Mapping[str, Any], elements: int) -> VaeShape:
         residual=bool(config.get("is_residual", False)),
         patch=int(config.get("patch_size") or 1),
     )
+
+
+def check_adapters(model: ModelShape, spec: ModelSpec) -> str | None:
+    """What is wrong with the adapters of `spec`: a target suffix that names no layer of a trained expert."""
+    lora = spec.lora
+    if lora is None:
+        return None
+    trained = trained_experts(spec, EXPERTS[: model.experts])
+    prefix = adapter_prefix(lora)
+    unmatched = [
+        target
+        for target in lora.target_modules
+        if not any(model.transformer.adapter_elements(1, [target], prefix, expert=name) for name in trained)
+    ]
+    if not unmatched:
+        return None
+    under = f" under lora_module_prefix {lora.module_prefix}" if lora.module_prefix else ""
+    return (
+        f"lora_target_modules: {', '.join(unmatched)} match no linear layer{under} of the trained experts "
+        f"({', '.join(trained)}); use suffixes of theirs, such as to_q and ffn.net.2"
+    )
+
+
+def adapter_prefix(lora: LoraSpec) -> str | None:
+    """`lora.module_prefix` with the expert's own name for high_noise and low_noise."""
+    aliases = dict(zip(("high_noise", "low_noise"), EXPERTS, strict=True))
+    return aliases.get(lora.module_prefix or "", lora.module_prefix)
 
 
 def check_heads(shape: TransformerShape, tp: int) -> str | None:
