@@ -10,7 +10,6 @@ from wan_trainer.distributed.mesh import init_mesh
 from wan_trainer.models.wan.architecture import vae_shape
 from wan_trainer.planning.activations import vae_decode_bytes
 
-
 # Depth, width, tokens, chunk, dtype and checkpointing differ; the benchmark runs the other sizes too.
 CASES = {name: UNSEEN[name] for name in ("deep", "deep, kept activations", "broad, bfloat16")}
 
