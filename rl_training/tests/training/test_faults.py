@@ -16,7 +16,7 @@ from wan_trainer.algorithms import colocated
 from wan_trainer.algorithms.grpo import Grpo
 from wan_trainer.algorithms.ratio_gate import RatioGateError
 from wan_trainer.models.wan.policy import WanPolicy
-from wan_trainer.sampling.sampler import STORAGE_DTYPES
+from wan_trainer.sampling.dtypes import DTYPES
 from wan_trainer.training import run as runs
 from wan_trainer.types import EXIT_DONE, Rollout, Trajectory
 
@@ -26,7 +26,7 @@ NARROW = ["--trajectory_dtype", "bfloat16", "--max_steps", "2"]
 def _log_probs_before_the_store(*arguments: Any) -> Trajectory:
     """The fault: log-probabilities of the latents as computed, and only then their rounding."""
     *before, spec, grid, keep, shape, device = arguments
-    dtype = STORAGE_DTYPES[spec.trajectory_dtype]
+    dtype = DTYPES[spec.trajectory_dtype]
     assert dtype is torch.bfloat16
     wide = replace(spec, trajectory_dtype="float32")
     trajectory = _sample(*before, wide, grid, keep, shape, device)

@@ -12,16 +12,11 @@ from typing import Protocol
 
 import torch
 
-from wan_trainer.config.specs import Dtype, SamplerSpec, TransitionChoice
+from wan_trainer.config.specs import SamplerSpec, TransitionChoice
+from wan_trainer.sampling.dtypes import DTYPES
 from wan_trainer.sampling.noise import group_eta, initial_noise, step_noise
 from wan_trainer.sampling.transitions import Transition, log_prob, transition_rule
 from wan_trainer.types import Condition, SampleId, StoredStep, Trajectory
-
-STORAGE_DTYPES: dict[Dtype, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 class Velocity(Protocol):
@@ -53,7 +48,7 @@ def sample(
         keep,
         "the last step is deterministic and never replayed",
     )
-    dtype = STORAGE_DTYPES[spec.trajectory_dtype]
+    dtype = DTYPES[spec.trajectory_dtype]
     transition_of = transition_rule(spec.kind)
     mask = free_mask(condition, shape, device)
     eta = group_eta(spec.seed, ids, spec.eta, spec.eta_range).to(device)

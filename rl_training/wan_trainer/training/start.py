@@ -19,7 +19,7 @@ from wan_trainer.distributed.mesh import Mesh
 from wan_trainer.models.wan.liger import liger_report
 from wan_trainer.recording.identity import DatasetIdentity, EvaluatorIdentity, code_identity, model_identity
 from wan_trainer.recording.run_record import RunFacts, SamplerRecord
-from wan_trainer.targets import named_targets, source_digest
+from wan_trainer.targets import named_targets, source_digests
 from wan_trainer.topology import Topology, counted
 from wan_trainer.training.assembly import Model, flow_shift, sigma_grid
 from wan_trainer.training.expert_coverage import unreachable_experts
@@ -105,7 +105,7 @@ def announce(console: Console, start: Start, model: Model, resume: ResumePoint |
     if resume is not None:
         console.print(f"continuing after batch {resume.state.step} from {resume.checkpoint}")
     for key, target in named_targets(spec).items():
-        console.print(f"{key}: {target.path} (source {source_digest(target)})")
+        console.print(f"{key}: {target.path}")
     updates = total // spec.optimizer.gradient_accumulation_steps * spec.grpo.updates_per_rollout
     warning = unfinished_warmup(spec.optimizer, updates)
     if warning is not None:
@@ -116,7 +116,7 @@ def announce(console: Console, start: Start, model: Model, resume: ResumePoint |
 def run_facts(start: Start, mesh: Mesh, dataset: Dataset, model: Model, done: int) -> RunFacts:
     """What run.json says about this start. done: batches that were trained before it."""
     spec, config, sampler = start.spec, start.loaded.config, start.spec.sampler
-    reward, algorithm = spec.reward, spec.algorithm
+    reward, algorithm, digests = spec.reward, spec.algorithm, source_digests(spec)
     descriptor = spec.data.dataset_json.name
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     return RunFacts(
@@ -153,8 +153,7 @@ def run_facts(start: Start, mesh: Mesh, dataset: Dataset, model: Model, done: in
             else None
         ),
         targets={
-            key: {"path": target.path, "source": source_digest(target)}
-            for key, target in named_targets(spec).items()
+            key: {"path": target.path, "source": digests[key]} for key, target in named_targets(spec).items()
         },
         code=code_identity(PACKAGE),
         start_batch=done,

@@ -67,7 +67,7 @@ class LeaveOneOut:
         terms = samples * len(steps)
         census = RewardCensus(samples)
         statistics = ReplayStatistics(len(steps), parts.device)
-        age, waited, advantage_sum = self.policy_version - rollout.policy_version, 0.0, 0.0
+        age, waited, advantage_sum, silent = self.policy_version - rollout.policy_version, 0.0, 0.0, 0
         parts.policy.train()
         parts.updater.zero_grad()
         for wave in rollout.waves:
@@ -83,8 +83,10 @@ class LeaveOneOut:
                 grpo.fail_on_reward_error_key if grpo.fail_on_reward_error else None,
             )
             rewards, valid = reward_tensors(table)
-            advantages = self._strength * leave_one_out(rewards, valid)
+            limit = grpo.adv_clip_max
+            advantages = (self._strength * leave_one_out(rewards, valid)).clamp(-limit, limit)
             advantage_sum += float(advantages.abs().sum())
+            silent += int((advantages == 0).all(1).sum())
             with parts.clock.span("replay", batch.step):
                 # The loss is a sum over all rollouts; FSDP averages gradients over the ranks that hold them.
                 self._replayer.accumulate(
@@ -110,7 +112,7 @@ class LeaveOneOut:
             reward_mean=census.mean,
             reward_std=census.std,
             reward_valid_fraction=census.valid_fraction,
-            zero_std_groups=0,
+            zero_std_groups=silent,
             advantage_abs_mean=advantage_sum / samples,
             ratio_mean=mean_over_samples([summary.ratio], [summary.samples]),
             ratio_max_dev=max(summary.deviation),

@@ -16,7 +16,7 @@ from wan_trainer.models.wan.attention import prove_attention
 from wan_trainer.models.wan.hub_kernels import load_hub_kernel
 from wan_trainer.models.wan.kernel_cache import kernels_cache
 from wan_trainer.models.wan.liger import LigerLayerNorm, LigerRMSNorm, check_liger
-from wan_trainer.models.wan.load import DTYPES
+from wan_trainer.sampling.dtypes import DTYPES
 from wan_trainer.types import UserError, first_line
 
 # Rounding once to bfloat16 and summing in another order.

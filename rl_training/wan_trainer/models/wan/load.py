@@ -18,16 +18,12 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, UMT5EncoderModel
 from transformers.utils.logging import disable_progress_bar
 
-from wan_trainer.config.specs import Dtype, ModelSpec
+from wan_trainer.config.specs import ModelSpec
 from wan_trainer.models.wan.directory import WanDirectory, read_directory, trained_experts
 from wan_trainer.models.wan.weights import Weights, check_names, fill
+from wan_trainer.sampling.dtypes import DTYPES
 from wan_trainer.types import UserError, first_line
 
-DTYPES: dict[Dtype, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 _LOADING = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
 _LOADING_ERRORS = (OSError, ValueError, RuntimeError, TypeError, SafetensorError)
 

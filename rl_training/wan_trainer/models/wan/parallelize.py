@@ -16,11 +16,11 @@ from wan_trainer.distributed.mesh import Mesh
 from wan_trainer.models.wan.architecture import check_heads, transformer_shape
 from wan_trainer.models.wan.compiled import compile_blocks
 from wan_trainer.models.wan.liger import use_liger
-from wan_trainer.models.wan.load import DTYPES
 from wan_trainer.models.wan.lora import initialise
 from wan_trainer.models.wan.policy import WanPolicy
 from wan_trainer.models.wan.tensor_parallel import split_over_heads
 from wan_trainer.models.wan.weights import Weights, fill
+from wan_trainer.sampling.dtypes import DTYPES
 from wan_trainer.types import UserError
 
 

@@ -14,8 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from wan_trainer.config.specs import ModelSpec
 from wan_trainer.models.wan.attention import configure_attention
 from wan_trainer.models.wan.directory import WanDirectory, trained_experts
-from wan_trainer.models.wan.load import DTYPES, WanComponents
+from wan_trainer.models.wan.load import WanComponents
 from wan_trainer.models.wan.lora import apply_lora
+from wan_trainer.sampling.dtypes import DTYPES
 from wan_trainer.types import Condition
 
 ExpertName = Literal["transformer", "transformer_2"]

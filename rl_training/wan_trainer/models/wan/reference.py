@@ -17,10 +17,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from wan_trainer.config.specs import ModelSpec
 from wan_trainer.distributed.mesh import Mesh
 from wan_trainer.models.wan.directory import trained_experts
-from wan_trainer.models.wan.load import DTYPES, WanComponents, meta_expert
+from wan_trainer.models.wan.load import WanComponents, meta_expert
 from wan_trainer.models.wan.parallelize import parallelize
 from wan_trainer.models.wan.policy import WanPolicy, build_policy
 from wan_trainer.models.wan.weights import Weights
+from wan_trainer.sampling.dtypes import DTYPES
 from wan_trainer.sampling.sampler import Velocity
 from wan_trainer.types import Condition
 
