@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rl_training.tests.models.families import (
@@ -21,11 +22,12 @@ from rl_training.tests.models.families import (
     random_condition,
 )
 from rl_training.tests.ranks import run_ranks
-from wan_trainer.config.specs import Family, LoraSpec
+from wan_trainer.config.specs import Family, LoraSpec, OptimizerSpec
 from wan_trainer.distributed.mesh import AXES, Mesh, init_mesh
 from wan_trainer.models.wan.load import load_wan
 from wan_trainer.models.wan.parallelize import dp_mesh, parallelize
 from wan_trainer.models.wan.policy import WanPolicy, build_policy
+from wan_trainer.training.optimizer import Updater, build_optimizer
 
 LORA = LoraSpec(rank=4, alpha=8.0, target_modules=("to_q", "to_v"), module_prefix=None)
 SAMPLES = 4
@@ -99,6 +101,43 @@ def compare(
     state = get_model_state_dict(policy)
     assert list(state) == names
     return {"velocity": velocity, "weights": weights, "gradients": gradients}
+
+
+def forward_update_forward(path: Path) -> float:
+    """Largest difference between the updated policy and a plain one with its weights, the low-noise expert
+    having last been used without a gradient."""
+    mesh = init_mesh("cpu", 60.0)
+    policy = parallelize(build(path, "i2v-a14b", False), model_spec(path, "i2v-a14b"), mesh, seed=3)
+    spec = OptimizerSpec(
+        learning_rate=0.1,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=0.0,
+        warmup_steps=0,
+        lr_schedule="constant",
+        gradient_accumulation_steps=1,
+        max_nonfinite_steps=1,
+        ema_decay=0.0,
+    )
+    optimizer = build_optimizer((parameter for _, parameter in policy.trainable()), spec)
+    sharded = [expert for expert in policy.experts.values() if isinstance(expert, FSDPModule)]
+    updater = Updater(optimizer, spec, horizon=1, sharded=sharded)
+    run(policy, slice(None), 1.0)
+    with torch.no_grad():
+        condition = random_condition(policy, SAMPLES, policy.latent_shape(FRAMES, HEIGHT, WIDTH))
+        x_t = torch.randn(SAMPLES, *policy.latent_shape(FRAMES, HEIGHT, WIDTH))
+        before = policy.velocity(x_t, 0.5, condition)
+        updater.step()
+        after = policy.velocity(x_t, 0.5, condition)
+        plain = build(path, "i2v-a14b", True)
+        plain.load_state_dict({name: full(value) for name, value in policy.state_dict().items()})
+        assert not torch.allclose(before, after, rtol=0.1)
+        return float((plain.velocity(x_t, 0.5, condition) - after).abs().max() / after.abs().max())
+
+
+def test_a_forward_before_an_update_leaves_no_old_weights_behind(tiny_a14b: Path) -> None:
+    assert run_ranks(1, forward_update_forward, tiny_a14b)[0] < 1e-5
 
 
 CASES = [
