@@ -83,6 +83,43 @@ def test_a_checkpoint_of_two_ranks_continues_bit_for_bit_at_any_world_size(
     assert resumed == uninterrupted
 
 
+def _continue_with_the_other_expert(out: str, resume: bool) -> list[list[float]]:
+    """Save after updates of one expert only, or continue from there; then train the other one."""
+    mesh = init_mesh("cpu", 60)
+    torch.manual_seed(7)
+    experts = torch.nn.ModuleDict({"high": torch.nn.Linear(6, 5), "low": torch.nn.Linear(6, 5)})
+    for expert in experts.values():
+        fully_shard(expert, mesh=mesh.device_mesh["dp_replicate", "dp_shard"])
+    optimizer = torch.optim.AdamW(experts.parameters(), lr=0.1)
+    if resume:
+        load_checkpoint(Path(out) / "checkpoint-2", experts, optimizer, mesh)
+    else:
+        _train(experts["high"], optimizer, 2)
+        save_checkpoint(Path(out), _state(2, mesh.world), experts, optimizer, mesh, keep=0)
+    _train(experts["low"], optimizer, 2)
+    _train(experts["high"], optimizer, 1)
+    return _weights(experts)
+
+
+def test_an_expert_that_had_no_update_yet_continues_bit_for_bit(tmp_path: Path) -> None:
+    uninterrupted = run_ranks(1, _continue_with_the_other_expert, str(tmp_path), False)[0]
+    resumed = run_ranks(1, _continue_with_the_other_expert, str(tmp_path), True)[0]
+    assert resumed == uninterrupted
+
+
+def _load_into_another_shape(checkpoint: str) -> str:
+    mesh = init_mesh("cpu", 60)
+    network = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+    network[0].bias.requires_grad_(False)
+    fully_shard(network, mesh=mesh.device_mesh["dp_replicate", "dp_shard"])
+    optimizer = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=0.1)
+    try:
+        load_checkpoint(Path(checkpoint), network, optimizer, mesh)
+    except UserError as error:
+        return str(error)
+    return "loaded"
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """An output directory with checkpoints 1, 2 and 3, of which retention kept 2 and 3."""
@@ -208,3 +245,8 @@ def _expect_failure(out: str) -> str:
     with pytest.raises(RunFailure) as failure:
         _save(out, [2])
     return str(failure.value)
+
+
+def test_a_checkpoint_of_another_shape_is_one_line(saved: Path) -> None:
+    (line,) = run_ranks(1, _load_into_another_shape, str(saved / "checkpoint-3"))
+    assert "2 trained parameters are not in this checkpoint" in line and "0.weight" in line

@@ -182,13 +182,22 @@ def load_checkpoint(
     """
     reader = FileSystemReader(checkpoint / "state")
     values = _values(model, optimizer, mesh, ema)
-    stored = set(reader.read_metadata().state_dict_metadata)
-    missing = sorted(f"model.{name}" for name in values["model"] if f"model.{name}" not in stored)
+    stored = reader.read_metadata().state_dict_metadata
+    missing = sorted(
+        f"model.{name}"
+        for name, value in values["model"].items()
+        if getattr(stored.get(f"model.{name}"), "size", None) != value.shape
+    )
     if missing:
         raise SharedUserError(
-            f"{checkpoint}: {len(missing)} trained parameters are not in this checkpoint (first: "
-            f"{missing[0]}): it was written by another model or LoRA setting; use another output_dir"
+            f"{checkpoint}: {len(missing)} trained parameters are not in this checkpoint, or not as large "
+            f"(first: {missing[0]}): it was written by another model or LoRA setting; use another output_dir"
         )
+    state = values["optimizer"]["state"]
+    for name, moments in list(state.items()):
+        # AdamW keeps nothing yet of an expert that no replayed step was routed to.
+        if not any(f"optimizer.state.{name}.{moment}" in stored for moment in moments):
+            del state[name]
     for section in ("rng", "ema"):
         # The RNG of a rank that did not exist, averages that were not kept.
         if any(f"{section}.{name}" not in stored for name in values.get(section, ())):
