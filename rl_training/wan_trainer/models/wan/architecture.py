@@ -352,7 +352,7 @@ def check_adapters(model: ModelShape, spec: ModelSpec) -> str | None:
 
 def adapter_prefix(lora: LoraSpec) -> str | None:
     """`lora.module_prefix` with the expert's own name for high_noise and low_noise."""
-    aliases = dict(zip(("high_noise", "low_noise"), EXPERTS, strict=True))
+    aliases: dict[str, str] = dict(zip(("high_noise", "low_noise"), EXPERTS, strict=True))
     return aliases.get(lora.module_prefix or "", lora.module_prefix)
 
 
