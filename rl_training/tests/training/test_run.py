@@ -130,6 +130,10 @@ def test_a_run_continues_completes_and_refuses_another_seed(recipe: Path, tmp_pa
     assert refused.startswith("seed: 7 differs from 42") and "--allow_changed seed" in refused
     assert (run / "metrics.jsonl").read_bytes() == before
 
+    window = ["--max_steps", "4", "--save_steps", "4", "--gradient_accumulation_steps", "4"]
+    ((refused,),) = run_ranks(1, _train, str(recipe), 1, window, ["gradient_accumulation_steps"])
+    assert refused.startswith("gradient_accumulation_steps: 4 does not divide the 2 batches")
+
     assert run_ranks(2, _train, str(recipe), 2, ["--max_steps", "4"]) == [0, 0], "on two ranks now"
     assert [row["batch"] for row in _rows(run, "metrics.jsonl")] == [0, 1, 2, 3]
     assert read_train_state(run / "checkpoint-4").step == 4

@@ -189,6 +189,13 @@ def _run(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collection[
         )
         return EXIT_DONE
 
+    window = spec.optimizer.gradient_accumulation_steps
+    if done % window:
+        raise SharedUserError(
+            f"gradient_accumulation_steps: {window} does not divide the {done} batches of the checkpoint to "
+            "go on from, so that updates would not end at saves; restore it, or choose another output_dir"
+        )
+
     with ExitStack() as stack:
         # The scorers start first: they load while the model does.
         reward = on_every_rank(mesh, lambda: _scorers(spec, mesh, dataset, stack))
@@ -288,10 +295,10 @@ def _run(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collection[
             save=save,
             stop_requested=stop.requested,
         )
-        for warning in coverage.close():
-            console.print(warning)
         status = EXIT_DONE if finished else EXIT_STOPPED
         if finished:
+            for warning in coverage.close():
+                console.print(warning)
             console.print(f"done: {total} batches, everything is in {spec.output.output_dir}")
         else:
             console.print("stopped after saving; the same command continues from there")
