@@ -44,21 +44,19 @@ def check_reach(policy: WanPolicy, grid: torch.Tensor) -> None:
 class ExpertCoverage:
     """Counts the replayed steps of every trained expert, and warns of one that an epoch left without any.
 
-    A run that ends before its first epoch does is judged as a whole.
+    An epoch is judged from where this start of the run joined it.
     """
 
     def __init__(self, trained: Sequence[str]) -> None:
         self._trained = trained
         self._epoch: int | None = None
         self._counts: dict[str, int] = {}
-        self._judged = False
 
     def add(self, epoch: int, replayed_per_expert: Mapping[str, int]) -> list[str]:
         """Count one update; the warnings of the epoch before when this is the first of another."""
         lines: list[str] = []
         if self._epoch is not None and epoch != self._epoch:
             lines = self._warnings()
-            self._judged = True
             self._counts = {}
         self._epoch = epoch
         for name, count in replayed_per_expert.items():
@@ -66,8 +64,8 @@ class ExpertCoverage:
         return lines
 
     def close(self) -> list[str]:
-        """The warnings of a run that never ended an epoch."""
-        return [] if self._judged or self._epoch is None else self._warnings()
+        """The warnings of the last epoch, whole or as far as the run went."""
+        return [] if self._epoch is None else self._warnings()
 
     def _warnings(self) -> list[str]:
         total = sum(self._counts.values())
