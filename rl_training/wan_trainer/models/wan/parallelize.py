@@ -42,10 +42,12 @@ def parallelize(policy: WanPolicy, spec: ModelSpec, mesh: Mesh, seed: int) -> Wa
         problem = check_heads(transformer_shape(expert.config), mesh.tp_size)
         if problem is not None:
             raise UserError(problem)
+    # One object for all experts: compiled blocks compare meshes by identity.
+    tensor_mesh = mesh.device_mesh["tp"]
     for name, expert in policy.experts.items():
         on_meta = any(parameter.is_meta for parameter in expert.parameters())
         if mesh.tp_size > 1:
-            split_over_heads(expert, mesh.device_mesh["tp"])
+            split_over_heads(expert, tensor_mesh)
         if spec.use_liger_kernel:
             use_liger(expert, mesh.device)
         if spec.gradient_checkpointing:

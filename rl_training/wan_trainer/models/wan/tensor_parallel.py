@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -40,7 +41,7 @@ def split_over_heads(expert: WanTransformer3DModel, mesh: DeviceMesh) -> None:
     (`architecture.check_heads`).
     """
     ranks = mesh.size()
-    styles = _Styles()
+    styles = _styles()
     for block in expert.blocks:
         assert isinstance(block, nn.Module)
         plan: dict[str, ParallelStyle] = {
@@ -109,7 +110,7 @@ def _sum(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 class _Styles:
-    """How modules are split. One object for all blocks, or a compiled block would not serve the next."""
+    """How modules are split."""
 
     def __init__(self) -> None:
         whole = Replicate()
@@ -139,6 +140,12 @@ class _Styles:
         if not isinstance(layer, LoraLayer):
             return {name: self._row_wise}
         return {f"{name}.base_layer": self._row_wise, f"{name}.lora_A.{ADAPTER}": self._row_wise}
+
+
+@cache
+def _styles() -> _Styles:
+    """One object for all blocks of all experts: a graph compiled for one block serves all with its styles."""
+    return _Styles()
 
 
 class _Whole(ParallelStyle):
