@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 
 from wan_trainer.config import load_with_sources
-from wan_trainer.training import run as runs
+from wan_trainer.training import session
 from wan_trainer.training.run import plan_start, train
 from wan_trainer.types import PendingRewards, Reward, RewardRequest, RewardResult, UserError
 
@@ -60,15 +60,15 @@ def run(recipe: str, overrides: Sequence[str] = (), reward: Reward | None = None
     """One start of a run on this rank: its exit status, or what it refused. All ranks are of one machine
     unless the environment says otherwise."""
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
-    build: Callable[..., Reward] = runs.build_reward
+    build: Callable[..., Reward] = session.build_reward
     if reward is not None:
-        runs.build_reward = lambda *_arguments, **_options: reward
+        session.build_reward = lambda *_arguments, **_options: reward
     try:
         return train(plan_start(load_with_sources(recipe, list(overrides))))
     except UserError as error:
         return list(error.problems)
     finally:
-        runs.build_reward = build
+        session.build_reward = build
 
 
 def rows(run_dir: Path, name: str) -> list[dict[str, Any]]:

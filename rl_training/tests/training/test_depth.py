@@ -25,7 +25,8 @@ from wan_trainer.recording.run_dir import NullRunLog
 from wan_trainer.training.assembly import Model, build_grpo, build_model, build_updater
 from wan_trainer.training.checkpoint import load_checkpoint, read_train_state
 from wan_trainer.training.observer import RunObserver
-from wan_trainer.training.run import local_prompts, plan_start
+from wan_trainer.training.run import plan_start
+from wan_trainer.training.session import local_prompts
 from wan_trainer.types import EXIT_DONE, EXIT_STOPPED, PendingRewards, RewardRequest
 
 # Eight samples in batches of two: an epoch ends behind batch 4, in the middle of the interval from 3 to 6.

@@ -17,7 +17,7 @@ from wan_trainer.algorithms.grpo import Grpo
 from wan_trainer.algorithms.ratio_gate import RatioGateError
 from wan_trainer.models.wan.policy import WanPolicy
 from wan_trainer.sampling.dtypes import DTYPES
-from wan_trainer.training import run as runs
+from wan_trainer.training import session
 from wan_trainer.types import EXIT_DONE, Rollout, Trajectory
 
 NARROW = ["--trajectory_dtype", "bfloat16", "--max_steps", "2"]
@@ -36,7 +36,7 @@ def _log_probs_before_the_store(*arguments: Any) -> Trajectory:
 
 _sample = colocated.sample
 _prepare = Grpo.prepare
-_build_model = runs.build_model
+_build_model = session.build_model
 
 
 def _outcome(recipe: str, overrides: list[str]) -> Any:
@@ -82,7 +82,7 @@ def _expert_runs(recipe: str, out: Path) -> dict[str, Any]:
         _swap(models[-1])
         return rollout
 
-    runs.build_model = build_model
+    session.build_model = build_model
     seen["sound"] = _outcome(recipe, ["--max_steps", "1", "--output_dir", str(out / "experts")])
     after = dict(models[-1].trainable())
     seen["moved"] = sorted(name for name in before if not torch.equal(before[name], after[name].to_local()))

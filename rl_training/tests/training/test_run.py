@@ -30,7 +30,8 @@ from wan_trainer.training.assembly import build_grpo, build_model, build_updater
 from wan_trainer.training.checkpoint import read_train_state
 from wan_trainer.training.observer import RunObserver
 from wan_trainer.training.optimizer import UpdateResult
-from wan_trainer.training.run import local_prompts, plan_start, train
+from wan_trainer.training.run import plan_start, train
+from wan_trainer.training.session import local_prompts
 from wan_trainer.types import PendingRewards, RewardRequest, RewardResult, UserError
 
 

@@ -87,10 +87,11 @@ def estimate_memory(spec: RunSpec, topology: Topology, model: ModelShape, work: 
     if not offload:
         base += frozen
     gathered = math.ceil(element * (sizes.root + (2 if topology.dp_shard > 1 else 1) * sizes.block))
-    # What is outside the blocks stays gathered from a call without gradients to the next backward; the frozen
-    # reference, which has none, keeps it.
-    reference_root = math.ceil(element * sizes.root) if _has_reference(spec) else 0
-    roots = math.ceil(element * sizes.root * model.experts) + reference_root
+    # What is outside the blocks of a trained expert stays gathered from a call without gradients to the next
+    # backward. A frozen expert gathers it for every call.
+    root = math.ceil(element * sizes.root)
+    roots = root * sizes.experts
+    counted_twice = root if sizes.experts == model.experts else 0
     grpo = spec.grpo
     rollout = inference_bytes(spec, call_activations(spec, topology, model, grpo.sample_batch_size))
     decode = min(spec.decode_batch_size, grpo.sample_batch_size, topology.rollouts_per_rank_wave)
@@ -109,9 +110,9 @@ def estimate_memory(spec: RunSpec, topology: Topology, model: ModelShape, work: 
     largest = math.ceil(FLOAT * _largest_tensor(model.transformer, topology))
     phases = {
         "condition": base + roots + encoding + (model.text_encoder_bytes if offload else 0),
-        "rollout": base + roots + gathered - math.ceil(element * sizes.root) + rollout,
+        "rollout": base + roots + gathered - counted_twice + rollout,
         "decode": base + roots + decoding + (model.vae_bytes if offload else 0),
-        "replay": base + reduced + gathered + reference_root + replay,
+        "replay": base + reduced + gathered + replay,
         "optimizer": base + gradients + 3 * largest,
     }
     while_used = " while it is used" if offload else ""

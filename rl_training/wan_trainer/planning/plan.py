@@ -64,7 +64,7 @@ def make_plan(config: GrpoConfig, nodes: int, nproc: int, phases: PhaseTimes | N
     """The plan of `config` on `nodes` x `nproc` processes. phases: of one step, given or measured.
 
     `device: auto` is planned as CUDA. Raises UserError with all that the run would refuse because of its
-    numbers; what a machine or a release lacks is a note, so that a recipe can be planned anywhere.
+    numbers; what a machine lacks is a note, so that a recipe can be planned anywhere.
     """
     on_cuda = config.device != "cpu"
     problems: list[str] = []

@@ -1,0 +1,228 @@
+"""The training of one start: what is to be done, the parts it takes, and the loop over batches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from wan_trainer.config import public_values
+from wan_trainer.config.specs import RunSpec
+from wan_trainer.data.dataset import Dataset, load_dataset
+from wan_trainer.data.loader import batches
+from wan_trainer.distributed.collectives import (
+    SharedUserError,
+    from_first_rank,
+    gather_from_every_rank,
+    on_every_rank,
+)
+from wan_trainer.distributed.mesh import Mesh
+from wan_trainer.recording.clock import Clock
+from wan_trainer.recording.console import console_for
+from wan_trainer.recording.opening import open_run_log
+from wan_trainer.recording.run_record import RunRecord
+from wan_trainer.recording.tracking import stored_run_id
+from wan_trainer.rewards.build import build_reward
+from wan_trainer.topology import FAMILIES, Topology, assign, total_batches
+from wan_trainer.training.assembly import Model, build_grpo, build_model, build_updater
+from wan_trainer.training.checkpoint import TrainState, load_checkpoint, save_checkpoint
+from wan_trainer.training.expert_coverage import ExpertCoverage, learning_experts
+from wan_trainer.training.loop import Boundaries, run_loop
+from wan_trainer.training.observer import RunObserver
+from wan_trainer.training.resume import ResumePoint, find_resume_point
+from wan_trainer.training.scheduler import ReplayScheduler
+from wan_trainer.training.start import Start, announce, run_facts
+from wan_trainer.training.stop import AgreedStop
+from wan_trainer.types import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, PromptBatch, Reward, StepRecord
+
+
+@dataclass(frozen=True)
+class Work:
+    """What this start has to train. Counts are batches of the whole run."""
+
+    resume: ResumePoint | None
+    dataset: Dataset
+    total: int
+
+    @property
+    def done(self) -> int:
+        """Batches that earlier starts trained."""
+        return 0 if self.resume is None else self.resume.state.step
+
+    @property
+    def complete(self) -> bool:
+        """Nothing is left to do."""
+        return self.resume is not None and self.done >= self.total
+
+
+def train_on(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collection[str]) -> int:
+    """Train what is left of the run on the ranks of `mesh`; return the exit status."""
+    spec, console = start.spec, console_for(mesh.rank)
+    work = _find_work(mesh, start, allow_changed)
+    if work.complete:
+        console.print(
+            f"The run in {spec.output.output_dir} is complete: {work.done} of {work.total} batches are "
+            "trained. Raise max_steps or num_epochs to continue it."
+        )
+        return EXIT_DONE
+    with ExitStack() as stack:
+        # The scorers start first: they load while the model does.
+        reward = on_every_rank(mesh, lambda: _scorers(spec, mesh, work.dataset, stack))
+        model = on_every_rank(mesh, lambda: build_model(spec, mesh))
+        if work.resume is not None:
+            load_checkpoint(work.resume.checkpoint, model.policy, model.optimizer, mesh, ema=model.ema)
+        if mesh.rank == 0:
+            record.start(run_facts(start, mesh, work.dataset, model, work.done))
+        announce(console, start, model, work.resume, work.total)
+        return _train(mesh, start, work, model, reward, console)
+
+
+def _find_work(mesh: Mesh, start: Start, allow_changed: Collection[str]) -> Work:
+    spec = start.spec
+    resume = from_first_rank(
+        mesh,
+        lambda: find_resume_point(
+            spec.output.output_dir,
+            start.contract,
+            auto_resume=spec.output.auto_resume,
+            allow_changed=allow_changed,
+        ),
+    )
+    dataset = on_every_rank(mesh, lambda: load_dataset(spec.data))
+    stop, window = spec.stop, spec.optimizer.gradient_accumulation_steps
+    total = total_batches(stop.num_epochs, stop.max_steps, len(dataset), start.topology.prompts, window)
+    work = Work(resume, dataset, total)
+    if work.done % window and not work.complete:
+        raise SharedUserError(
+            f"gradient_accumulation_steps: {window} does not divide the {work.done} batches of the "
+            "checkpoint to go on from, so that updates would not end at saves; restore it, or choose another "
+            "output_dir"
+        )
+    return work
+
+
+def _scorers(spec: RunSpec, mesh: Mesh, dataset: Dataset, stack: ExitStack) -> Reward | None:
+    """The reward, open until `stack` unwinds; none where a tensor-parallel peer submits the rollouts."""
+    if mesh.tp_rank > 0:
+        return None
+    return stack.enter_context(closing(build_reward(spec.reward, dataset.tasks)))
+
+
+def _train(
+    mesh: Mesh, start: Start, work: Work, model: Model, reward: Reward | None, console: Console
+) -> int:
+    spec, topology, resume = start.spec, start.topology, work.resume
+    log = open_run_log(
+        spec.output,
+        rank=mesh.rank,
+        console=console,
+        config=public_values(start.loaded.config),
+        total_batches=work.total,
+        start_batch=work.done,
+    )
+    status = EXIT_FAILURE
+    try:
+        clock = Clock(mesh.rank)
+        updater = build_updater(spec, model, work.total, 0 if resume is None else resume.state.updates)
+        algorithm = build_grpo(
+            spec,
+            topology,
+            mesh,
+            model,
+            reward=reward,
+            updater=updater,
+            clock=clock,
+            observer=RunObserver(
+                log,
+                every_steps=spec.output.rollout_video_every_steps,
+                total_batches=work.total,
+                fps=spec.data.fps,
+            ),
+            policy_version=0 if resume is None else resume.state.policy_version,
+        )
+        coverage = ExpertCoverage(learning_experts(model.policy))
+
+        def keep_spans() -> None:
+            for spans in gather_from_every_rank(mesh, clock.drain()):
+                log.spans(spans)
+
+        def keep_record(step_record: StepRecord) -> None:
+            log.step(step_record)
+            for warning in coverage.add(step_record.epoch, step_record.replayed_per_expert):
+                console.print(warning)
+            keep_spans()
+
+        def save(seen: int) -> None:
+            with clock.span("save", seen - 1):
+                path = save_checkpoint(
+                    spec.output.output_dir,
+                    _state(start, mesh, work, seen, updater.updates, algorithm.policy_version),
+                    model.policy,
+                    model.optimizer,
+                    mesh,
+                    keep=spec.output.keep_checkpoints,
+                    ema=model.ema,
+                )
+            keep_spans()
+            console.print(f"saved {path}")
+
+        stop = AgreedStop(mesh)
+        stop.install()
+        finished = run_loop(
+            _batches(spec, topology, mesh, work),
+            ReplayScheduler(algorithm.prepare, algorithm.update, spec.grpo.depth),
+            Boundaries(
+                total=work.total,
+                save_steps=spec.output.save_steps,
+                accumulation=spec.optimizer.gradient_accumulation_steps,
+                batch_size=topology.prompts,
+                dataset_size=len(work.dataset),
+            ),
+            record=keep_record,
+            save=save,
+            stop_requested=stop.requested,
+        )
+        status = EXIT_DONE if finished else EXIT_STOPPED
+        if finished:
+            for warning in coverage.close():
+                console.print(warning)
+            console.print(f"done: {work.total} batches, everything is in {spec.output.output_dir}")
+        else:
+            console.print("stopped after saving; the same command continues from there")
+        return status
+    finally:
+        log.close(status)
+
+
+def _state(start: Start, mesh: Mesh, work: Work, seen: int, updates: int, policy_version: int) -> TrainState:
+    return TrainState(
+        step=seen,
+        epoch=seen * start.topology.prompts // len(work.dataset),
+        updates=updates,
+        policy_version=policy_version,
+        seed=start.spec.seed,
+        world=mesh.world,
+        wandb_id=stored_run_id(start.spec.output.output_dir),
+        contract=start.contract,
+    )
+
+
+def _batches(spec: RunSpec, topology: Topology, mesh: Mesh, work: Work) -> Iterator[PromptBatch]:
+    return batches(
+        work.dataset,
+        spec.data,
+        batch_size=topology.prompts,
+        num_batches=work.total,
+        start=work.done,
+        local_prompts=local_prompts(topology, mesh),
+        with_first_frames=FAMILIES[spec.model.family].needs_image,
+    )
+
+
+def local_prompts(topology: Topology, mesh: Mesh) -> list[int]:
+    """The prompts of a batch, all waves, whose rollouts this rank draws."""
+    share = assign(topology.wave, topology.group_size, mesh.dp_rank, mesh.dp_size)
+    in_wave = sorted({prompt for prompt, _ in share})
+    return [first + prompt for first in range(0, topology.prompts, topology.wave) for prompt in in_wave]
