@@ -64,6 +64,8 @@ CASES = [
         ["grpo_cps_noise_scale_range", "flowgrpo", "use null or flowcps"],
     ),
     ({"grpo_cps_noise_scale_range": [-0.1, 0.5]}, ["[-0.1, 0.5] leaves", "0 to 1"]),
+    ({"grpo_sde_noise_scale": 0.0}, ["grpo_sde_noise_scale", "nothing to learn from", "0.7"]),
+    ({"grpo_cps_noise_scale_range": [0.0, 0.0]}, ["grpo_cps_noise_scale_range", "nothing to learn from"]),
     ({"grpo_cps_noise_scale_range": [0.5, 0.4]}, ["starts above its end", "[0.4, 0.5]"]),
     ({"negative_prompt": "blurry"}, ["negative_prompt", "grpo_cfg_scale"]),
     (
@@ -104,7 +106,7 @@ def test_a_contradiction_is_one_line(load, values, fragments):
         {"max_off_policy_steps": 3},
         {"lora_rank": 0, "lora_alpha": 32},
         {"lora_rank": 8, "transformer_load_dtype": "bfloat16"},
-        {"grpo_sde_noise_scale": 0.0},
+        {"grpo_sde_noise_scale": 0.0, "grpo_cps_noise_scale_range": [0.0, 0.1]},
         {"grpo_cps_noise_scale_range": [0.5, 0.5]},
         {"reward_weights": {"score": -1}},
         {"reward_monitor": ["vbvr_vlm"], "vlm_reward_concurrency": 9},

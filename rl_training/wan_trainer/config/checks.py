@@ -172,6 +172,12 @@ def _noise(config: GrpoConfig) -> Iterator[Problem]:
             f"{eta} is outside flowcps's range of 0 to 1; use a value between, 0.7 in the reference",
             "grpo_sde_formula",
         )
+    if formula == "flowcps" and eta == 0 and config.grpo_cps_noise_scale_range is None:
+        yield refuse(
+            "grpo_sde_noise_scale",
+            "0 leaves every rollout without noise, so that there is nothing to learn from; use for example 0.7",
+            "grpo_sde_formula",
+        )
     if formula != "flowcps" and not 0 < eta <= 2:
         yield refuse(
             "grpo_sde_noise_scale",
@@ -194,6 +200,12 @@ def _noise(config: GrpoConfig) -> Iterator[Problem]:
         yield refuse(name, f"{shown} leaves flowcps's range of 0 to 1; use bounds within, such as [0.0, 1.0]")
     if bounds[0] > bounds[1]:
         yield refuse(name, f"{shown} starts above its end; use [{bounds[1]}, {bounds[0]}]")
+    if bounds == (0, 0):
+        yield refuse(
+            name,
+            f"{shown} leaves every rollout without noise, so that there is nothing to learn "
+            "from; use for example [0.0, 1.0]",
+        )
 
 
 def _own_noise(config: GrpoConfig) -> Iterator[Problem]:
