@@ -175,7 +175,8 @@ def _noise(config: GrpoConfig) -> Iterator[Problem]:
     if formula == "flowcps" and eta == 0 and config.grpo_cps_noise_scale_range is None:
         yield refuse(
             "grpo_sde_noise_scale",
-            "0 leaves every rollout without noise, so that there is nothing to learn from; use for example 0.7",
+            "0 leaves every rollout without noise, so that there is nothing to learn from; "
+            "use for example 0.7",
             "grpo_sde_formula",
         )
     if formula != "flowcps" and not 0 < eta <= 2:
