@@ -13,5 +13,6 @@ from rl_training.tests.tiny_fixtures import *  # noqa: F403
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests first: at the end one worker would run them while the other has nothing left."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Files with slow tests first: at the end one worker would run them while the other has nothing left."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)

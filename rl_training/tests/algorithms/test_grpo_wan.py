@@ -29,6 +29,8 @@ from wan_trainer.models.wan.vae import decode
 from wan_trainer.sampling.schedule import sigmas
 from wan_trainer.types import Condition, PromptBatch, Sample, StepRecord
 
+pytestmark = pytest.mark.slow
+
 WAN_SAMPLER = replace(SAMPLER, num_steps=4, replay_ratio=1.0)
 LORA = LoraSpec(rank=4, alpha=8.0, target_modules=("to_q", "to_v"), module_prefix=None)
 WAN_GRPO = replace(GRPO, group_size=4, sample_batch_size=2, train_sample_batch_size=2)

@@ -63,7 +63,7 @@ def test_what_is_printed_loads_again(load, name, tmp_path):
         ("{_target_: 3}", ["has _target_ 3", "not an import path"]),
         ("{_target_: a.b, x-y: 1}", ["'x-y' as the name of an argument"]),
         ("{_target_: a.b, x: .nan}", ["not plain data"]),
-        ("[a.b]", ["is not"]),
+        ("[a.b]", ["is no"]),
     ],
 )
 def test_a_malformed_target_is_one_line(load, name, value, words):

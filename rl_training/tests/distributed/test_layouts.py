@@ -18,6 +18,8 @@ from wan_trainer.distributed.collectives import barrier
 from wan_trainer.distributed.mesh import init_mesh
 from wan_trainer.training.checkpoint import TrainState, load_checkpoint, save_checkpoint
 
+pytestmark = pytest.mark.slow
+
 ROLLOUTS = PROMPTS * GROUP
 # Every kind of split, with gradients reduced in the last backward and in every one: an update of four ranks
 # takes seconds.

@@ -29,6 +29,8 @@ from wan_trainer.training.run import plan_start
 from wan_trainer.training.session import local_prompts
 from wan_trainer.types import EXIT_DONE, EXIT_STOPPED, PendingRewards, RewardRequest
 
+pytestmark = pytest.mark.slow
+
 # Eight samples in batches of two: an epoch ends behind batch 4, in the middle of the interval from 3 to 6.
 BATCHES, SAVES, EPOCH = 8, (3, 6, 8), 4
 STOP = 2  # an agreed stop behind this batch: two rollouts are pending at depth 2

@@ -20,6 +20,8 @@ from wan_trainer.sampling.dtypes import DTYPES
 from wan_trainer.training import session
 from wan_trainer.types import EXIT_DONE, Rollout, Trajectory
 
+pytestmark = pytest.mark.slow
+
 NARROW = ["--trajectory_dtype", "bfloat16", "--max_steps", "2"]
 
 

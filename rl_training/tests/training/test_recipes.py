@@ -20,6 +20,8 @@ from rl_training.tests.training.runs import rows, run, write_recipe
 from wan_trainer.config import trainer_root
 from wan_trainer.types import EXIT_DONE
 
+pytestmark = pytest.mark.slow
+
 RANKS, STEPS = 4, 4
 
 
