@@ -42,7 +42,7 @@ GROUP, PROMPTS = 4, len(TASKS)
 ROLLOUTS_PER_RANK = GROUP * PROMPTS // RANKS
 CALIBRATION_STEPS = 5
 DROPPED_FIRST, DROPPED_LAST = 2, 1
-RUN_TIMEOUT_S = 120
+RUN_TIMEOUT_S = 200
 
 JUDGE = '''"""A judge of fixed latency, at the contract of the public evaluator."""
 
