@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
+from rl_training.tests.ranks import run_ranks
+from rl_training.tests.training.runs import run
 from wan_trainer.preflight.network import free_port
+from wan_trainer.types import EXIT_DONE
 
 LAUNCHER = Path(__file__).resolve().parents[3] / "scripts" / "train" / "grpo_multinode.fish"
 
@@ -77,8 +80,8 @@ def node(rank: int, port: int) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
 
 
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
@@ -95,9 +98,8 @@ def test_two_machines_train_together_as_one_machine_with_two_processes(config, t
     together = metrics(tmp_path / "run")
     assert len(together) == 2
 
-    alone = start(config(output_dir=str(tmp_path / "alone")), 2, cwd=here)
-    output = alone.communicate(timeout=240)[0]
-    assert alone.returncode == 0, output
+    alone = config("alone.yaml", output_dir=str(tmp_path / "alone"))
+    assert run_ranks(2, run, str(alone)) == [EXIT_DONE] * 2
     for one, two in zip(metrics(tmp_path / "alone"), together, strict=True):
         assert one["reward_mean"] == pytest.approx(two["reward_mean"], abs=1e-6)
         assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-4)
@@ -128,25 +130,20 @@ def test_a_missing_machine_ends_in_one_line_within_the_configured_time(config, t
 
 @pytest.mark.slow
 def test_a_stopped_run_exits_75_and_the_same_command_completes_it(config, tmp_path):
-    path, run = config(max_steps=40), tmp_path / "run"
+    path, out = config(max_steps=40), tmp_path / "run"
     launcher = start(path, 1, cwd=tmp_path)
     deadline = time.monotonic() + 120
-    while not (run / "metrics.jsonl").exists() or not metrics(run):
+    while not (out / "metrics.jsonl").exists() or not metrics(out):
         assert time.monotonic() < deadline and launcher.poll() is None
         time.sleep(0.1)
     launcher.send_signal(signal.SIGTERM)
     output = launcher.communicate(timeout=120)[0]
     assert launcher.returncode == 75, output
     assert "Traceback" not in output
-    done = len(metrics(run))
+    done = len(metrics(out))
     assert 0 < done < 40
 
     again = start(path, 1, "--max_steps", str(done + 1), cwd=tmp_path)
     output = again.communicate(timeout=240)[0]
     assert again.returncode == 0, output
-    assert [row["step"] for row in metrics(run)] == list(range(1, done + 2))
-
-    refused = start(path, 1, "--max_steps", str(done + 2), "--seed", "9", cwd=tmp_path)
-    output = refused.communicate(timeout=240)[0]
-    assert refused.returncode == 2, output
-    assert "seed" in output and "Traceback" not in output
+    assert [row["step"] for row in metrics(out)] == list(range(1, done + 2))
