@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from wan_trainer.digests import file_sha256
 from wan_trainer.recording.identity import (
     CodeIdentity,
     DatasetIdentity,
     EvaluatorIdentity,
     code_identity,
-    file_sha256,
     is_secret,
     launcher_environment,
     masked,

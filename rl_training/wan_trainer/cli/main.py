@@ -38,6 +38,9 @@ COMMANDS = {
     "prefetch-attention-kernel": Command(
         "prefetch_attention_kernel", "fetch an attention kernel for machines without a network"
     ),
+    "verify": Command("verify", "compare the files of a checkpoint, or of a run's, with their manifest"),
+    "export": Command("export", "turn a checkpoint into a Diffusers directory or LoRA files"),
+    "record-diff": Command("record_diff", "print what differs between two runs"),
     "report": Command("report", "write the HTML report of a run directory"),
 }
 

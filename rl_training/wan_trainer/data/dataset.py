@@ -9,7 +9,7 @@ from typing import overload
 from wan_trainer.config.specs import DataSpec
 from wan_trainer.data.descriptor import FileChecks, PromptListSource, Source, read_descriptor
 from wan_trainer.data.rows import Row, prompt_list_rows, vbvr_rows
-from wan_trainer.recording.identity import file_sha256
+from wan_trainer.digests import file_sha256
 from wan_trainer.types import Sample, UserError
 
 PROBLEMS_SHOWN = 10

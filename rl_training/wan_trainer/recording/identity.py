@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
 import os
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from wan_trainer.digests import file_sha256, files_sha256
 from wan_trainer.recording.jsonl import Json
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth"})
@@ -69,12 +69,6 @@ class EvaluatorIdentity:
     source_sha256: str
 
 
-def file_sha256(path: Path) -> str:
-    """sha256 of a file's content, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def model_identity(path: Path, family: str) -> ModelIdentity:
     """Digest the configuration and tokenizer files and list the weight sizes, without reading any weights."""
     configs: dict[str, str] = {}
@@ -125,17 +119,24 @@ def code_identity(directory: Path) -> CodeIdentity:
 
 def code_digest(package: Path) -> str:
     """Twelve digits that tell two versions of a package's Python sources apart, in a git checkout or not."""
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
+    sources = sorted(package.rglob("*.py"))
+    return files_sha256((path.relative_to(package).as_posix(), path) for path in sources)[:12]
 
 
 def package_versions() -> dict[str, str]:
-    """Version of every installed distribution, and of Python and the operating system."""
-    installed = {item.name: item.version for item in importlib.metadata.distributions() if item.name}
+    """Version of every installed distribution, and of Python and the operating system.
+
+    Names as their metadata directories spell them, in lower case with hyphens: opening the metadata of some
+    hundred packages would take every start most of a second.
+    """
+    installed: dict[str, str] = {}
+    for place in sys.path:
+        for found in sorted(Path(place).glob("*.dist-info")):
+            name, _, version = found.name.removesuffix(".dist-info").partition("-")
+            # The first on the path is the one that is imported.
+            installed.setdefault(name.replace("_", "-").lower(), version)
     system = {"python": platform.python_version(), "platform": platform.platform()}
-    return system | dict(sorted(installed.items(), key=lambda pair: pair[0].lower()))
+    return system | dict(sorted(installed.items()))
 
 
 def is_secret(name: str) -> bool:

@@ -7,7 +7,6 @@ change a score, so that a reward cannot drift unnoticed between nodes or between
 from __future__ import annotations
 
 import difflib
-import hashlib
 import re
 import tempfile
 import threading
@@ -16,6 +15,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from wan_trainer.digests import files_sha256
 from wan_trainer.rewards.messages import one_line
 from wan_trainer.rewards.process import ScorerFailure, ScorerProcess, ScorerSettings
 from wan_trainer.types import UserError
@@ -47,15 +47,7 @@ def source_sha256(directory: Path) -> str:
     `pathlib` compares. Raises UserError when `directory` is no evaluator checkout.
     """
     _check_layout(directory)
-    digest = hashlib.sha256()
-    for path in _source_files(directory):
-        name = path.relative_to(directory).as_posix().encode()
-        content = path.read_bytes()
-        digest.update(len(name).to_bytes(4, "big"))
-        digest.update(name)
-        digest.update(len(content).to_bytes(8, "big"))
-        digest.update(content)
-    return digest.hexdigest()
+    return files_sha256((path.relative_to(directory).as_posix(), path) for path in _source_files(directory))
 
 
 def check_checkout(directory: Path, expected_sha256: str) -> None:

@@ -6,17 +6,16 @@ Its layout is the Hugging Face Hub's: `kernels--<org>--<name>/refs/v<version>` n
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from wan_trainer.config.attention import HUB_KERNELS, HubKernel
+from wan_trainer.digests import files_sha256
 from wan_trainer.types import UserError
 
 DEFAULT_CACHE = "~/.cache/wan-trainer/kernels"
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -118,22 +117,14 @@ def write_receipt(cache: Path, kernel: HubKernel, commit: str, variant: Path) ->
 
 
 def hash_tree(directory: Path) -> str:
-    """sha256 over the sorted files below `directory`: length and text of the name, length and bytes.
+    """The digest of the sorted files below `directory`.
 
     Bytecode is left out: importing the kernel writes it.
     """
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory} is not there")
-    digest = hashlib.sha256()
-    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
-        if path.suffix == ".pyc":
-            continue
-        name = path.relative_to(directory).as_posix().encode()
-        digest.update(len(name).to_bytes(4, "big") + name + path.stat().st_size.to_bytes(8, "big"))
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
-    return digest.hexdigest()
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return files_sha256((path.relative_to(directory).as_posix(), path) for path in files)
 
 
 def no_kernel(backend: str, reason: str) -> UserError:

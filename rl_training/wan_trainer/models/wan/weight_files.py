@@ -58,6 +58,13 @@ def count_adapter_elements(component: Path, rank: int, target_modules: tuple[str
     )
 
 
+def tensor_names(file: Path) -> list[str]:
+    """The tensors of one weight file, in the order of its header."""
+    header = _header(file)
+    assert header is not None, file
+    return list(header[0])
+
+
 def _tensors(component: Path) -> Iterator[tuple[str, list[int]]]:
     for file in weight_files(component):
         header = _header(file)
