@@ -6,7 +6,6 @@ returns is the part. It is the user's code: whatever goes wrong in it ends in on
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -20,7 +19,8 @@ from pathlib import Path
 from types import ModuleType
 
 from wan_trainer.config.specs import RunSpec, Target
-from wan_trainer.config.text import suggest
+from wan_trainer.config.suggest import suggest
+from wan_trainer.digests import files_sha256
 from wan_trainer.types import UserError
 
 
@@ -157,10 +157,7 @@ def source_digest(target: Target) -> str:
     files = [(file.relative_to(root).as_posix(), file) for root in roots for file in root.rglob("*.py")]
     if not roots and spec.origin is not None and Path(spec.origin).is_file():
         files = [(Path(spec.origin).name, Path(spec.origin))]
-    digest = hashlib.sha256()
-    for name, file in sorted(files):
-        digest.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
+    return files_sha256(sorted(files))[:12]
 
 
 def named_targets(spec: RunSpec) -> dict[str, Target]:
@@ -170,7 +167,7 @@ def named_targets(spec: RunSpec) -> dict[str, Target]:
         "lr_scheduler": spec.optimizer.lr_schedule,
         "grpo_sde_formula": spec.sampler.kind,
         "grpo_loss": spec.grpo.loss,
-        "grpo_reward_fn": spec.reward,
+        **{key: own.target for key, own in spec.reward.own.items()},
     }
     return {key: choice for key, choice in choices.items() if isinstance(choice, Target)}
 

@@ -10,6 +10,10 @@ from wan_trainer.types import UserError
 A14B = {"model_family": "i2v-a14b"}
 SHARED = {"grpo_shared_prompt_batch": True, "batch_size": 32}
 
+OWN = {"_target_": "mine.rewards.brightness"}
+JUDGE = {"vlm_reward_model": "judge", "vlm_reward_prompt_mode": "custom"}
+BOTH = {"grpo_reward_fn": ["vbvr_rule", "vbvr_vlm"], **JUDGE}
+
 CASES = [
     ({"num_frames": 80}, ["num_frames", "80 is not 4k+1", "use 77 or 81"]),
     ({"num_frames": 1}, ["num_frames", "at least 5", "use 5"]),
@@ -86,7 +90,20 @@ CASES = [
     ({"adam_betas": [0.9, 1.0]}, ["adam_betas", "1.0", "[0.9, 0.999]"]),
     ({"reward_weights": {"score": 0.0}}, ["reward_weights", "same reward"]),
     ({"vbvr_reward_device": "cuda"}, ["vbvr_reward_device", "use cpu"]),
-    ({"vlm_reward_concurrency": 9}, ["vlm_reward_concurrency", "grpo_reward_fn: vbvr_vlm"]),
+    (
+        {"vlm_reward_concurrency": 9},
+        ["vlm_reward_concurrency", "rewards in use are vbvr_rule", "name vbvr_vlm"],
+    ),
+    ({"reward_workers": 2}, ["reward_workers", "scoring functions of your own", "remove it"]),
+    ({"reward_monitor": ["vbvr_rule"]}, ["vbvr_rule is named 2 times", "name it once"]),
+    ({"reward_monitor": [OWN, {**OWN, "blur": 2}]}, ["brightness is named 2 times"]),
+    (BOTH, ["reward_weights", "score is not one of the rewards", "{vbvr_rule: 0.5, vbvr_vlm: 0.5}"]),
+    (BOTH | {"reward_weights": {"vbvr_rule": 1}}, ["vbvr_vlm has no weight"]),
+    (BOTH | {"reward_weights": {"vbvr_rule": 1, "vbvr_vlm": 0}}, ["vbvr_vlm has weight 0", "reward_monitor"]),
+    (
+        BOTH | {"reward_weights": {"vbvr_rule": 1, "vbvr_vlm": 1}, "vlm_reward_fail_on_error": True},
+        ["vbvr_reward_fail_on_error", "set both alike"],
+    ),
 ]
 
 
@@ -94,9 +111,10 @@ CASES = [
 def test_a_contradiction_is_one_line(load, values, fragments):
     with pytest.raises(UserError) as caught:
         load(**values)
-    assert len(caught.value.problems) == 1
+    lines = caught.value.problems
+    assert len(lines) == (3 if values == BOTH else 1), lines
     for fragment in fragments:
-        assert fragment in caught.value.problems[0]
+        assert fragment in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +127,9 @@ def test_a_contradiction_is_one_line(load, values, fragments):
         {"grpo_sde_noise_scale": 0.0, "grpo_cps_noise_scale_range": [0.0, 0.1]},
         {"grpo_cps_noise_scale_range": [0.5, 0.5]},
         {"reward_weights": {"score": -1}},
-        {"reward_monitor": ["vbvr_vlm"], "vlm_reward_concurrency": 9},
+        {"reward_monitor": ["vbvr_vlm", OWN], "vlm_reward_concurrency": 9, "reward_workers": 2, **JUDGE},
+        BOTH | {"reward_weights": {"vbvr_rule": 0.7, "vbvr_vlm": -0.3}},
+        {"grpo_reward_fn": ["vbvr_rule", OWN], "reward_weights": {"vbvr_rule": 1, "brightness": 1}},
         {"grpo_sample_batch_size": 8, "grpo_train_sample_batch_size": 4},
         {"save_steps": 8, "gradient_accumulation_steps": 4},
         {"learning_rate": 0.0},

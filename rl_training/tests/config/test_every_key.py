@@ -1,9 +1,10 @@
 """Every public key changes what the run does, or is refused with a reason: none is ignored."""
 
+import json
+
 import pytest
 
 from wan_trainer.config import keys, resolve
-from wan_trainer.config.specs import RuleRewardSpec
 from wan_trainer.types import UserError
 
 COMPILED = {"torch_compile": True}
@@ -101,7 +102,8 @@ CHANGES = {
     "ratio_gate_tolerance": (0.5, {}),
     "grpo_reward_fn": ("vbvr_vlm", {}),
     "reward_weights": ({"score": -1.0}, {}),
-    "reward_monitor": (["vbvr_vlm"], {}),
+    "reward_monitor": ([{"_target_": "mine.rewards.Second"}], {}),
+    "reward_workers": (2, {"reward_monitor": [{"_target_": "mine.rewards.Second"}]}),
     "reward_timeout_s": (5.0, {}),
     "reward_max_error_rate": (0.0, {}),
     "vbvr_reward_evalkit_dir": ("storage/evalkits/b", {}),
@@ -197,7 +199,7 @@ def test_a_key_works_from_the_command_line_too(load, name):
     value, context = CHANGES[name]
     reward = reward_of(name)
     tokens = (
-        [str(word) for word in value]
+        [json.dumps(word) if isinstance(word, dict) else str(word) for word in value]
         if isinstance(value, list)
         else [str(value).replace("'", '"') if isinstance(value, dict) else str(value)]
     )
@@ -208,5 +210,5 @@ def test_a_key_works_from_the_command_line_too(load, name):
 
 def test_without_the_process_pool_a_rank_has_one_scorer(load):
     config = load(vbvr_reward_cpu_workers=4, vbvr_reward_use_process_pool=False).config
-    reward = resolve(config, cuda_available=False).reward
-    assert isinstance(reward, RuleRewardSpec) and reward.workers == 1
+    rule = resolve(config, cuda_available=False).reward.rule
+    assert rule is not None and rule.workers == 1

@@ -168,7 +168,7 @@ def test_an_empty_file_lacks_only_what_has_no_default(tmp_path):
 def test_variables_of_the_environment(load):
     text = (
         "seed: ${SEED}\nlearning_rate: ${RATE:-1e-5}\nwandb_project: 'p-${NAME}'\nwandb_run_name: $${NAME}\n"
-        "reward_monitor: ['${NAME}']\ntorch_compile: ${FLAG}\nadam_betas: ${BETAS}\n"
+        "lora_rank: 4\nlora_target_modules: ['${NAME}']\ntorch_compile: ${FLAG}\nadam_betas: ${BETAS}\n"
     )
     env = {"SEED": "7", "NAME": "x", "FLAG": "true", "BETAS": "[0.1, 0.2]"}
     loaded = load(text=text, env=env)
@@ -177,7 +177,7 @@ def test_variables_of_the_environment(load):
     assert (config.learning_rate, loaded.sources["learning_rate"]) == (1e-5, "yaml")
     assert (config.wandb_project, loaded.sources["wandb_project"]) == ("p-x", "env")
     assert config.wandb_run_name == "${NAME}"
-    assert config.reward_monitor == ["x"]
+    assert config.lora_target_modules == ["x"]
     assert config.torch_compile is True
     assert config.adam_betas == (0.1, 0.2)
 

@@ -15,7 +15,8 @@ OPENINGS = {
     "lr_scheduler": lambda spec: spec.optimizer.lr_schedule,
     "grpo_sde_formula": lambda spec: spec.sampler.kind,
     "grpo_loss": lambda spec: spec.grpo.loss,
-    "grpo_reward_fn": lambda spec: spec.reward,
+    "grpo_reward_fn": lambda spec: spec.reward.trained[0].spec.target,
+    "reward_monitor": lambda spec: spec.reward.monitored[0].spec.target,
 }
 MAPPING = {"_target_": "mine.parts.Part", "power": 0.5, "names": ["a", {"b": None}]}
 EXPECTED = Target("mine.parts.Part", json.dumps({"names": ["a", {"b": None}], "power": 0.5}))
@@ -102,8 +103,8 @@ def test_a_wrong_word_is_still_compared_with_the_built_in_ones(load):
             ["grpo_cps_noise_scale_range", "must rise from above 0"],
         ),
         (
-            {"grpo_reward_fn": MAPPING, "reward_timeout_s": 5.0},
-            ["reward_timeout_s and 2 more", "vbvr_reward_evalkit_dir", "names your own"],
+            {"grpo_reward_fn": MAPPING},
+            ["vbvr_reward_evalkit_dir and 1 more", "set for vbvr_rule", "the rewards in use are Part"],
         ),
     ],
 )

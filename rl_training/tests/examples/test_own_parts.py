@@ -22,10 +22,10 @@ from wan_trainer.algorithms.base import AlgorithmParts
 from wan_trainer.cli import validate
 from wan_trainer.cli.main import main
 from wan_trainer.config import load_with_sources, trainer_root
-from wan_trainer.config.specs import Target
+from wan_trainer.config.specs import OwnRewardSpec, Target
 from wan_trainer.objectives.advantages import group_advantages
 from wan_trainer.recording.identity import code_digest
-from wan_trainer.rewards.build import build_reward
+from wan_trainer.rewards.build import build_part
 from wan_trainer.sampling.transitions import rf_sde, transition_rule
 from wan_trainer.targets import construct, source_digest
 from wan_trainer.training.lr_schedule import learning_rate_schedule
@@ -33,6 +33,10 @@ from wan_trainer.types import RewardRequest, Sample, SampleId, UserError
 
 EXAMPLE = trainer_root() / "examples" / "own_parts"
 RECIPE = EXAMPLE / "train.yaml"
+
+
+def own(target: Target) -> OwnRewardSpec:
+    return OwnRewardSpec(target, workers=1, timeout_s=20.0)
 
 
 def target(name: str, **arguments: object) -> Target:
@@ -192,7 +196,7 @@ def test_a_missing_member_is_nobodys_baseline(importable) -> None:
 
 
 def test_reward_is_the_mean_of_a_channel(importable) -> None:
-    reward = build_reward(target("reward.ColourReward", channel="green"), ["task"])
+    reward = build_part("grpo_reward_fn", own(target("reward.ColourReward", channel="green")), ["task"])
     videos = np.zeros((2, 3, 4, 4, 3), np.uint8)
     videos[1, -1, ..., 1] = 51
     requests = [RewardRequest(SampleId(0, 0, m), Sample("task/0", "task", "move")) for m in (0, 1)]
@@ -200,7 +204,7 @@ def test_reward_is_the_mean_of_a_channel(importable) -> None:
     reward.close()
     assert [(r.id.member, r.reward, r.error) for r in results] == [(0, 0.0, None), (1, 0.2, None)]
     with pytest.raises(UserError, match="channel is grey; it must be one of red, green, blue"):
-        build_reward(target("reward.ColourReward", channel="grey"), ["task"])
+        build_part("grpo_reward_fn", own(target("reward.ColourReward", channel="grey")), ["task"])
 
 
 def test_preflight_tries_every_part(importable, flags: list[str], capsys, monkeypatch) -> None:

@@ -133,7 +133,6 @@ def spec(evalkit: Path, tmp_path: Path) -> RuleRewardSpec:
         keep_tmp=False,
         fast_decode=False,
         weights=(("score", 1.0),),
-        monitor=(),
     )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wan_trainer.config.specs import RuleRewardSpec
+from wan_trainer.config.specs import RewardPart, RewardSpec, RuleRewardSpec
 from wan_trainer.media import read_frames
 from wan_trainer.rewards.build import build_reward
 from wan_trainer.rewards.evalkit import source_sha256
@@ -375,7 +375,7 @@ def test_an_evaluator_that_does_not_import_is_the_users_error(
 def test_build_reward_builds_from_the_specification(
     spec: RuleRewardSpec, make_request: MakeRequest, clip: Clip
 ) -> None:
-    reward = build_reward(spec, ["brightness"])
+    reward = build_reward(RewardSpec((RewardPart("vbvr_rule", spec),)), ["brightness"])
     try:
         (result,) = reward.submit(clip(0.5)[None], [make_request("brightness")]).result()
         assert result.valid

@@ -11,8 +11,9 @@ import torch
 from rl_training.tests.targets.test_targets import target
 from wan_trainer.algorithms.base import RunFailure
 from wan_trainer.algorithms.build import check_algorithm
+from wan_trainer.config.specs import OwnRewardSpec
 from wan_trainer.objectives.surrogate import clipped_surrogate, policy_loss
-from wan_trainer.rewards.build import build_reward
+from wan_trainer.rewards.build import build_part
 from wan_trainer.sampling.transitions import TRANSITIONS, kl, log_prob, rf_sde, transition_rule
 from wan_trainer.training.lr_schedule import learning_rate_schedule
 from wan_trainer.types import UserError
@@ -193,10 +194,12 @@ def test_a_reward_gets_the_tasks_and_must_have_both_methods(module):
         "def half(tasks):\n"
         "    return Mine.submit\n"
     )
-    reward: Any = build_reward(target(f"{name}.Mine", scale=3), ["b", "a"])
+    reward: Any = build_part(
+        "grpo_reward_fn", OwnRewardSpec(target(f"{name}.Mine", scale=3), 1, 5.0), ["b", "a"]
+    )
     assert reward.tasks == ("b", "a") and reward.scale == 3
     with pytest.raises(UserError, match="without submit and close, and needs submit, close"):
-        build_reward(target(f"{name}.half"), [])
+        build_part("grpo_reward_fn", OwnRewardSpec(target(f"{name}.half"), 1, 5.0), [])
 
 
 def test_the_built_in_schedules_are_entries_of_the_lookup():

@@ -36,7 +36,8 @@ def test_world_is_what_the_quickstart_config_needs(built: World) -> None:
     assert {sample.task for sample in dataset} == {task.name for task in tiny_world.TASKS}
     assert spec.model.path == built.model
     assert (built.model / "model_index.json").is_file()
-    assert source_sha256(spec.reward.evalkit_dir) == spec.reward.source_sha256
+    rule = spec.reward.rule
+    assert rule is not None and source_sha256(rule.evalkit_dir) == rule.source_sha256
 
 
 def test_quickstart_pins_the_evaluator_of_the_repository() -> None:

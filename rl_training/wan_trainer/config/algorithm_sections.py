@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from wan_trainer.config.fields import key
+from wan_trainer.config.reward_choice import RewardChoice
 from wan_trainer.config.sections import Pair, Section
 from wan_trainer.config.target import TargetMapping
 
@@ -84,15 +85,18 @@ class GrpoSection(Section):
         "Largest distance of the ratio from 1 when nothing was updated; null is a tenth of grpo_clip_range.",
         gt=0,
     )
-    grpo_reward_fn: Literal["vbvr_rule", "vbvr_vlm"] | TargetMapping = key(
-        "vbvr_rule", "Reward: the rule evaluator, the vision-language judge, or your own.", group="reward"
+    grpo_reward_fn: RewardChoice = key(
+        "vbvr_rule",
+        "Reward: the rule evaluator, the vision-language judge, your own, or a list of these.",
+        group="reward",
     )
     reward_weights: dict[str, float] = key(
         {"score": 1.0},
-        "Weight of each named score in the reward; negative weights are allowed.",
+        "Weight of each named score in the reward, or of each reward of a list; negative ones are allowed.",
         group="reward",
     )
-    reward_monitor: list[str] = key([], "Rewards that are scored and logged without being trained on.")
+    reward_monitor: RewardChoice = key([], "Rewards that are scored and logged without being trained on.")
+    reward_workers: int = key(1, "Processes a rank that run a scoring function of your own.", ge=1)
     reward_timeout_s: float = key(300.0, "Seconds after which an unfinished verdict counts as missing.", gt=0)
     reward_max_error_rate: float = key(
         0.2, "Share of a step's rewards that may be missing before the run stops.", ge=0, le=1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from wan_trainer.config.reward_choice import JUDGE, uses
+
 if TYPE_CHECKING:
     from wan_trainer.config.schema import GrpoConfig
 
@@ -66,16 +68,11 @@ def unbuilt(config: GrpoConfig) -> list[str]:
         config.base_lora is not None,
         f"base_lora: {config.base_lora}: merging an adapter is not built; use --base_lora null",
     )
-    judge = config.grpo_reward_fn == "vbvr_vlm"
+    judge = uses(config, JUDGE)
     refuse(judge, "grpo_reward_fn: vbvr_vlm is not built; use a recipe with grpo_reward_fn: vbvr_rule")
     refuse(
         config.eval_steps > 0,
         f"eval_steps: {config.eval_steps}: evaluation in training is not built; use --eval_steps 0",
-    )
-    monitor = ", ".join(config.reward_monitor)
-    refuse(
-        bool(monitor),
-        f"reward_monitor: [{monitor}]: scoring without training is not built; use --reward_monitor '[]'",
     )
     fast = config.vbvr_reward_fast_decode
     refuse(fast, "vbvr_reward_fast_decode: true is not built; use --no-vbvr_reward_fast_decode")

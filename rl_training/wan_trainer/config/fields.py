@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 from pydantic.fields import FieldInfo
 
+from wan_trainer.config.reward_choice import BUILT_IN
 from wan_trainer.config.target import TargetMapping
 
 Group = Literal["model", "data", "reward", "sampler", "optimization"]
@@ -48,7 +49,7 @@ class KeyInfo:
     """
 
     name: str
-    kind: Literal["bool", "int", "float", "str", "choice", "list", "pair", "dict", "target"]
+    kind: Literal["bool", "int", "float", "str", "choice", "list", "pair", "dict", "target", "rewards"]
     nullable: bool
     choices: tuple[str, ...]
     default: Any
@@ -65,27 +66,31 @@ class KeyInfo:
         words = {"str": "path" if self.path else "text", "list": "list of text", "pair": "two numbers"}
         words |= {"dict": "name: number", "int": "whole number", "float": "number", "bool": "true or false"}
         words["target"] = "mapping with `_target_`"
+        words["rewards"] = f"{', '.join(BUILT_IN)}, {words['target']}, or list of these"
         shown = ", ".join(self.choices) if self.kind == "choice" else words[self.kind]
-        if self.target and self.kind != "target":
+        if self.target and self.kind not in ("target", "rewards"):
             shown += f" or {words['target']}"
         return f"{shown} or null" if self.nullable else shown
 
 
 def describe(name: str, field: FieldInfo) -> KeyInfo:
     """The loader's view of a declared field."""
-    annotation = field.annotation
+    annotation: Any = field.annotation
     members = get_args(annotation)
     nullable = NoneType in members
-    target = TargetMapping in members
+    rewards = annotation == JsonValue
+    target = rewards or TargetMapping in members
     inner: Any = annotation
-    if nullable or target:
+    if nullable or (target and not rewards):
         own = [member for member in members if member is not NoneType and member != TargetMapping]
         inner = own[0] if own else TargetMapping
     if inner != TargetMapping and get_origin(inner) is Annotated:
         inner = get_args(inner)[0]
     origin = get_origin(inner)
     choices: tuple[str, ...] = ()
-    if inner == TargetMapping:
+    if rewards:
+        kind = "rewards"
+    elif inner == TargetMapping:
         kind = "target"
     elif origin is Literal:
         kind = "choice"

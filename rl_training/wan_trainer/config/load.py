@@ -15,8 +15,10 @@ from wan_trainer.config.checks import contradictions
 from wan_trainer.config.device import CPU_SOURCE, cpu_changes, resolve_device
 from wan_trainer.config.fields import KeyInfo
 from wan_trainer.config.paths import find_config
+from wan_trainer.config.reward_choice import JUDGE, listed
 from wan_trainer.config.schema import DEFER_CHECKS, GrpoConfig, keys
-from wan_trainer.config.text import Values, parse_flags, read_yaml, suggest
+from wan_trainer.config.suggest import suggest
+from wan_trainer.config.text import Values, parse_flags, read_yaml
 from wan_trainer.types import UserError
 
 JUDGE_VARIABLES = {
@@ -73,7 +75,7 @@ def load_with_sources(
     sources = dict.fromkeys(known, "default")
     sources |= {name: "env" if name in found.from_env else "yaml" for name in found.values}
     values = {**found.values, **flags.values}
-    judge = values.get("grpo_reward_fn") == "vbvr_vlm"
+    judge = JUDGE in (*listed(values.get("grpo_reward_fn")), *listed(values.get("reward_monitor")))
     for variable, name in JUDGE_VARIABLES.items():
         if judge and environment.get(variable):
             values[name], sources[name] = environment[variable], "env"
@@ -245,6 +247,7 @@ def _example(info: KeyInfo) -> str:
         "list": "[a, b]",
         "pair": "[0.1, 0.9]",
         "target": "{_target_: my_module.MyPart}",
+        "rewards": "[vbvr_rule, vbvr_vlm]",
     }
     samples |= {"dict": "{score: 1.0}", "choice": ""}
     default = info.default

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from pydantic import JsonValue
 
 from wan_trainer.config import specs
 from wan_trainer.config.device import resolve_device
 from wan_trainer.config.family import known_family
 from wan_trainer.config.paths import trainer_path
+from wan_trainer.config.reward_choice import JUDGE, RULE, label, monitored, trained, uses
 from wan_trainer.config.target import as_target, chosen
 from wan_trainer.topology import Topology, check_video_shape, resolve_topology
 from wan_trainer.types import UserError
@@ -16,6 +21,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from wan_trainer.config.schema import GrpoConfig
+
+WHOLE_SCORE = (("score", 1.0),)
+"""Component weights of a built-in reward that is one of several."""
 
 
 def resolve(config: GrpoConfig, *, cuda_available: bool, family: specs.Family | None = None) -> specs.RunSpec:
@@ -37,8 +45,6 @@ def resolve(config: GrpoConfig, *, cuda_available: bool, family: specs.Family | 
     problems = check_video_shape(known, config.num_frames, config.height, config.width)
     if problems:
         raise UserError(*problems)
-    judge = config.grpo_reward_fn == "vbvr_vlm"
-    decode = config.vlm_reward_decode_batch_size if judge else config.vbvr_reward_decode_batch_size
     return specs.RunSpec(
         seed=config.seed,
         device="cuda" if config.device == "cuda" else "cpu",
@@ -50,7 +56,7 @@ def resolve(config: GrpoConfig, *, cuda_available: bool, family: specs.Family | 
         reward=_reward(config),
         output=_output(config),
         stop=specs.StopSpec(num_epochs=config.num_epochs, max_steps=config.max_steps),
-        decode_batch_size=decode,
+        decode_batch_size=_decode_batch_size(config),
         rendezvous_timeout_s=config.rendezvous_timeout_s,
         batch=_batch(config),
         parallel=_parallel(config),
@@ -162,7 +168,8 @@ def _sampler(config: GrpoConfig) -> specs.SamplerSpec:
 def _grpo(config: GrpoConfig) -> specs.GrpoSpec:
     clip, stale = config.grpo_clip_range, config.grpo_delayed_replay_clip_range
     tolerance = config.ratio_gate_tolerance
-    judge = config.grpo_reward_fn == "vbvr_vlm"
+    # Where both are trained on, `contradictions` requires the two to be alike.
+    judge = trained(config) == [JUDGE]
     return specs.GrpoSpec(
         group_size=config.grpo_group_size,
         sample_batch_size=config.grpo_sample_batch_size,
@@ -204,13 +211,37 @@ def _pending_bound(config: GrpoConfig, stated: int | None) -> int:
     return config.batch_size * config.grpo_group_size * (replay_depth(config) + 1)
 
 
-def _reward(config: GrpoConfig) -> specs.RuleRewardSpec | specs.VlmRewardSpec | specs.Target:
-    if not isinstance(config.grpo_reward_fn, str):
-        return as_target(config.grpo_reward_fn)
-    return _rule_reward(config) if config.grpo_reward_fn == "vbvr_rule" else _judge_reward(config)
+def _decode_batch_size(config: GrpoConfig) -> int:
+    """The smaller of two: memory must suffice for the rewards that are in use."""
+    sizes = [config.vlm_reward_decode_batch_size] if uses(config, JUDGE) else []
+    if uses(config, RULE) or not sizes:
+        sizes.append(config.vbvr_reward_decode_batch_size)
+    return min(sizes)
 
 
-def _rule_reward(config: GrpoConfig) -> specs.RuleRewardSpec:
+def _reward(config: GrpoConfig) -> specs.RewardSpec:
+    choices, weights = trained(config), config.reward_weights
+    if len(choices) == 1:
+        parts = (_part(config, choices[0], tuple(weights.items())),)
+    else:
+        parts = tuple(
+            replace(_part(config, choice, WHOLE_SCORE), weight=weights[label(choice)]) for choice in choices
+        )
+    return specs.RewardSpec(
+        trained=parts, monitored=tuple(_part(config, choice, WHOLE_SCORE) for choice in monitored(config))
+    )
+
+
+def _part(config: GrpoConfig, choice: JsonValue, weights: tuple[tuple[str, float], ...]) -> specs.RewardPart:
+    """One reward; weights: of its own components."""
+    if isinstance(choice, Mapping):
+        spec = specs.OwnRewardSpec(as_target(choice), config.reward_workers, config.reward_timeout_s)
+    else:
+        spec = _rule_reward(config, weights) if choice == RULE else _judge_reward(config, weights)
+    return specs.RewardPart(label(choice), spec)
+
+
+def _rule_reward(config: GrpoConfig, weights: tuple[tuple[str, float], ...]) -> specs.RuleRewardSpec:
     directory, digest = config.vbvr_reward_evalkit_dir, config.vbvr_reward_evalkit_source_sha256
     assert directory is not None and digest is not None, "contradictions() requires both"
     return specs.RuleRewardSpec(
@@ -232,12 +263,11 @@ def _rule_reward(config: GrpoConfig) -> specs.RuleRewardSpec:
         tmp_dir=trainer_path(config.vbvr_reward_tmp_dir),
         keep_tmp=config.vbvr_reward_keep_tmp,
         fast_decode=config.vbvr_reward_fast_decode,
-        weights=tuple(config.reward_weights.items()),
-        monitor=tuple(config.reward_monitor),
+        weights=weights,
     )
 
 
-def _judge_reward(config: GrpoConfig) -> specs.VlmRewardSpec:
+def _judge_reward(config: GrpoConfig, weights: tuple[tuple[str, float], ...]) -> specs.VlmRewardSpec:
     assert config.vlm_reward_model is not None, "contradictions() requires it"
     return specs.VlmRewardSpec(
         base_url=config.vlm_reward_base_url,
@@ -263,8 +293,7 @@ def _judge_reward(config: GrpoConfig) -> specs.VlmRewardSpec:
         error_score=config.vlm_reward_error_score,
         log_first_n=config.vlm_reward_log_first_n,
         timeout_s=config.reward_timeout_s,
-        weights=tuple(config.reward_weights.items()),
-        monitor=tuple(config.reward_monitor),
+        weights=weights,
     )
 
 

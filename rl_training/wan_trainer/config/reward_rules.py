@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from wan_trainer.config.reward_choice import BUILT_IN, JUDGE, RULE, label, monitored, trained, uses
 from wan_trainer.config.rules import Problem, changed_keys, refuse
 
 if TYPE_CHECKING:
@@ -12,39 +13,91 @@ if TYPE_CHECKING:
 
 
 def reward_rules(config: GrpoConfig) -> Iterator[Problem]:
-    """The keys of the reward in use, and of those that are not."""
-    if not isinstance(config.grpo_reward_fn, str):
-        yield from _own_reward(config)
-        return
-    if not any(config.reward_weights.values()):
-        shown = config.reward_weights
-        yield refuse("reward_weights", f"{shown} gives every rollout the same reward; use {{score: 1.0}}")
-    if config.grpo_reward_fn == "vbvr_rule":
+    """The keys of the rewards in use, and of those that are not."""
+    yield from _names(config)
+    yield from _weights(config)
+    if uses(config, RULE):
         yield from _rule_reward(config)
-    else:
+    if uses(config, JUDGE):
         yield from _judge_reward(config)
-    yield from _other_reward(config)
-
-
-def _own_reward(config: GrpoConfig) -> Iterator[Problem]:
-    """Keys that only the built-in rewards read would be ignored: say so."""
-    shared = ("vbvr_reward_decode_batch_size", "vbvr_reward_fail_on_error")
-    built_in = ("vbvr_reward_", "vlm_reward_", "reward_weights", "reward_timeout_s", "reward_monitor")
-    names = [name for name in changed_keys(config, *built_in) if name not in shared]
-    if names:
-        shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        yield Problem(
-            (names[0], "grpo_reward_fn"),
-            f"{shown}: set for a built-in reward, and grpo_reward_fn names your own; remove "
-            f"{', '.join(names)}, and give the target what it needs as arguments",
+    yield from _unused(config)
+    rule, judge = config.vbvr_reward_fail_on_error, config.vlm_reward_fail_on_error
+    if RULE in trained(config) and JUDGE in trained(config) and rule != judge:
+        yield refuse(
+            "vbvr_reward_fail_on_error",
+            f"{str(rule).lower()} and vlm_reward_fail_on_error {str(judge).lower()}: a rollout is missing "
+            "whichever of its rewards is; set both alike",
+            "vlm_reward_fail_on_error",
         )
+
+
+def _names(config: GrpoConfig) -> Iterator[Problem]:
+    if not trained(config):
+        yield refuse("grpo_reward_fn", f"[] names no reward; use {RULE}, {JUDGE} or your own")
+    names = [label(choice) for choice in (*trained(config), *monitored(config))]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield refuse(
+            "grpo_reward_fn",
+            f"{name} is named {names.count(name)} times in grpo_reward_fn and reward_monitor; name it once, "
+            "since weights and logs go by the name",
+            "reward_monitor",
+        )
+
+
+def _weights(config: GrpoConfig) -> Iterator[Problem]:
+    weights, names = config.reward_weights, [label(choice) for choice in trained(config)]
+    if len(names) > 1:
+        even = ", ".join(f"{name}: {1 / len(names):.2g}" for name in names)
+        for name in sorted(set(names) ^ weights.keys()):
+            rule = "is not one of the rewards" if name in weights else "has no weight"
+            yield refuse("reward_weights", f"{name} {rule}; weigh each reward, {{{even}}}", "grpo_reward_fn")
+        for name in names:
+            if weights.get(name) == 0:
+                yield refuse(
+                    "reward_weights",
+                    f"{name} has weight 0; move it to reward_monitor, which only logs",
+                    "grpo_reward_fn",
+                )
+    elif not any(weights.values()):
+        yield refuse("reward_weights", f"{weights} gives every rollout the same reward; use {{score: 1.0}}")
+    elif names and names[0] not in BUILT_IN and changed_keys(config, "reward_weights"):
+        yield refuse(
+            "reward_weights",
+            f"{weights} weighs the scores of a built-in reward, and grpo_reward_fn names your own alone; "
+            "remove it and scale the reward in its code",
+            "grpo_reward_fn",
+        )
+
+
+def _unused(config: GrpoConfig) -> Iterator[Problem]:
+    """Keys of rewards that are not in use would be ignored: say so."""
+    # These two also serve a reward of one's own.
+    shared = {"vbvr_reward_decode_batch_size", "vbvr_reward_fail_on_error"}
+    own = any(label(choice) not in BUILT_IN for choice in trained(config))
+    for name, beginning in ((RULE, "vbvr_reward_"), (JUDGE, "vlm_reward_")):
+        if uses(config, name):
+            continue
+        found = [key for key in changed_keys(config, beginning) if not (own and key in shared)]
+        if found:
+            shown = found[0] if len(found) == 1 else f"{found[0]} and {len(found) - 1} more {beginning}* keys"
+            using = ", ".join(label(choice) for choice in (*trained(config), *monitored(config)))
+            yield Problem(
+                (found[0], "grpo_reward_fn"),
+                f"{shown}: set for {name}, and the rewards in use are {using}; remove "
+                f"{', '.join(found)}, or name {name} in grpo_reward_fn or reward_monitor",
+            )
+    if all(label(choice) in BUILT_IN for choice in (*trained(config), *monitored(config))):
+        for key in changed_keys(config, "reward_workers"):
+            yield refuse(
+                key,
+                f"{config.reward_workers} serves scoring functions of your own, and none is named; remove it",
+                "grpo_reward_fn",
+            )
 
 
 def _rule_reward(config: GrpoConfig) -> Iterator[Problem]:
     if not config.vbvr_reward_evalkit_dir:
-        yield refuse(
-            "vbvr_reward_evalkit_dir", "is missing; grpo_reward_fn vbvr_rule scores with that checkout"
-        )
+        yield refuse("vbvr_reward_evalkit_dir", "is missing; vbvr_rule scores with that checkout")
     if config.vbvr_reward_evalkit_source_sha256 is None:
         yield refuse(
             "vbvr_reward_evalkit_source_sha256",
@@ -59,29 +112,11 @@ def _rule_reward(config: GrpoConfig) -> Iterator[Problem]:
 
 def _judge_reward(config: GrpoConfig) -> Iterator[Problem]:
     if not config.vlm_reward_model:
-        yield refuse(
-            "vlm_reward_model", "is missing; grpo_reward_fn vbvr_vlm asks that model for its verdicts"
-        )
+        yield refuse("vlm_reward_model", "is missing; vbvr_vlm asks that model for its verdicts")
     if config.vlm_reward_prompt_mode == "task_specific" and not config.vlm_reward_prompt_dir:
         yield refuse(
             "vlm_reward_prompt_dir",
             "is missing; vlm_reward_prompt_mode task_specific reads its rubrics there; name it or use "
             "--vlm_reward_prompt_mode custom",
             "vlm_reward_prompt_mode",
-        )
-
-
-def _other_reward(config: GrpoConfig) -> Iterator[Problem]:
-    """Keys of the reward that is not in use would be ignored: say so."""
-    rule = config.grpo_reward_fn == "vbvr_rule"
-    unused, owner = ("vlm_reward_", "vbvr_vlm") if rule else ("vbvr_reward_", "vbvr_rule")
-    if owner in config.reward_monitor:
-        return
-    names = changed_keys(config, unused)
-    if names:
-        shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more {unused}* keys"
-        yield Problem(
-            (names[0], "grpo_reward_fn"),
-            f"{shown}: set for {owner}, and grpo_reward_fn is {config.grpo_reward_fn}; remove them or use "
-            f"grpo_reward_fn: {owner}",
         )

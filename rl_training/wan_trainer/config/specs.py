@@ -178,7 +178,6 @@ class RuleRewardSpec:
     keep_tmp: bool
     fast_decode: bool
     weights: tuple[tuple[str, float], ...]
-    monitor: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -213,7 +212,67 @@ class VlmRewardSpec:
     log_first_n: int
     timeout_s: float
     weights: tuple[tuple[str, float], ...]
-    monitor: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OwnRewardSpec:
+    """A reward of the user's own: a whole `types.Reward`, or a function that scores one rollout.
+
+    workers, timeout_s: of a function, which runs in that many processes a rank and has so many seconds a
+    rollout.
+    """
+
+    target: Target
+    workers: int
+    timeout_s: float
+
+
+PartSpec = RuleRewardSpec | VlmRewardSpec | OwnRewardSpec
+
+
+@dataclass(frozen=True)
+class RewardPart:
+    """One of a run's rewards. name: what weights and components call it. weight: in the trained sum."""
+
+    name: str
+    spec: PartSpec
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """What a run is trained on, the weighted sum of `trained`, and what it only logs."""
+
+    trained: tuple[RewardPart, ...]
+    monitored: tuple[RewardPart, ...] = ()
+
+    @property
+    def parts(self) -> tuple[RewardPart, ...]:
+        """All of them."""
+        return self.trained + self.monitored
+
+    @property
+    def rule(self) -> RuleRewardSpec | None:
+        """The rule evaluator, if it is one of them."""
+        return next((part.spec for part in self.parts if isinstance(part.spec, RuleRewardSpec)), None)
+
+    @property
+    def judge(self) -> VlmRewardSpec | None:
+        """The vision-language judge, if it is one of them."""
+        return next((part.spec for part in self.parts if isinstance(part.spec, VlmRewardSpec)), None)
+
+    @property
+    def keyed_parts(self) -> list[tuple[str, RewardPart]]:
+        """All of them, each with the configuration key that names it: `key[name]` where it names several."""
+        keyed: list[tuple[str, RewardPart]] = []
+        for key, parts in (("grpo_reward_fn", self.trained), ("reward_monitor", self.monitored)):
+            keyed += [(key if len(parts) == 1 else f"{key}[{part.name}]", part) for part in parts]
+        return keyed
+
+    @property
+    def own(self) -> dict[str, OwnRewardSpec]:
+        """The user's own rewards by the configuration key that names them."""
+        return {key: part.spec for key, part in self.keyed_parts if isinstance(part.spec, OwnRewardSpec)}
 
 
 @dataclass(frozen=True)
@@ -289,7 +348,7 @@ class RunSpec:
     sampler: SamplerSpec
     grpo: GrpoSpec
     optimizer: OptimizerSpec
-    reward: RuleRewardSpec | VlmRewardSpec | Target
+    reward: RewardSpec
     output: OutputSpec
     stop: StopSpec
     decode_batch_size: int

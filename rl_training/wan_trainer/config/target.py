@@ -16,25 +16,30 @@ KEY = "_target_"
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
-def _well_formed(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+def well_formed(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
     """The mapping itself. Only its form is looked at: showing a configuration imports nothing."""
     path = value.get(KEY)
     example = f"for example {KEY}: my_module.MyPart"
     if path is None:
-        raise _error(f"has no {KEY}", f"name what to call, {example}")
+        raise malformed(f"has no {KEY}", f"name what to call, {example}")
     if not isinstance(path, str) or _PATH.fullmatch(path) is None:
-        raise _error(f"has {KEY} {path}, which is not an import path", f"write module.attribute, {example}")
+        raise malformed(
+            f"has {KEY} {path}, which is not an import path", f"write module.attribute, {example}"
+        )
     for name in value:
         if not name.isidentifier():
-            raise _error(f"has {name!r} as the name of an argument", "write the names that the target takes")
+            raise malformed(
+                f"has {name!r} as the name of an argument", "write the names that the target takes"
+            )
     return value
 
 
-def _error(rule: str, remedy: str) -> PydanticCustomError:
+def malformed(rule: str, remedy: str) -> PydanticCustomError:
+    """The error of a value of the wrong form."""
     return PydanticCustomError("target", "{rule}; {remedy}", {"rule": rule, "remedy": remedy})
 
 
-TargetMapping = Annotated[dict[str, JsonValue], AfterValidator(_well_formed)]
+TargetMapping = Annotated[dict[str, JsonValue], AfterValidator(well_formed)]
 """`{_target_: module.attribute, name: value, ...}`: the other keys are keyword arguments of the target."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import yaml
 
 from wan_trainer.config.fields import KeyInfo
+from wan_trainer.config.suggest import suggest
 
 _VARIABLE = re.compile(r"\$\$\{|\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
@@ -39,12 +39,6 @@ def _decimal(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 
 
 _untyped.add_constructor("tag:yaml.org,2002:int", _decimal)
-
-
-def suggest(word: str, known: Collection[str], prefix: str = "") -> str:
-    """`; did you mean X?` for a word close to a known one, else an empty text."""
-    near = difflib.get_close_matches(word, list(known), 1, cutoff=0.6)
-    return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
 @dataclass
@@ -216,7 +210,7 @@ def _read_flag(
             found.values[info.name] = True
             return None
         return f"--{info.name}: has no value; write --{info.name} VALUE ({info.type_name})"
-    if len(tokens) > 1 and info.kind not in ("list", "pair"):
+    if len(tokens) > 1 and info.kind not in ("list", "pair", "rewards"):
         return f"--{info.name}: takes one value, but got {' '.join(tokens)}; quote it or remove the rest"
     found.values[info.name] = parse_tokens(info, tokens)
     return None
@@ -227,6 +221,9 @@ def parse_tokens(info: KeyInfo, tokens: Sequence[str]) -> Any:
     text = tokens[0]
     if len(tokens) == 1 and info.nullable and text.strip().lower() in ("null", "none", "~"):
         return None
+    if info.kind == "rewards":
+        written = [_flow(token) if token.lstrip()[:1] in ("[", "{") else token for token in tokens]
+        return written[0] if len(written) == 1 else written
     if info.target and text.lstrip().startswith("{"):
         return _flow(text)
     if info.kind in ("list", "pair", "dict"):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from wan_trainer.config.specs import Dtype, RuleRewardSpec, RunSpec, VlmRewardSpec
+from wan_trainer.config.specs import Dtype, RunSpec
 from wan_trainer.models.wan.architecture import ModelShape, TransformerShape, adapter_prefix
 from wan_trainer.models.wan.directory import EXPERTS, trained_experts
 from wan_trainer.planning.activations import (
@@ -126,7 +126,7 @@ def estimate_memory(spec: RunSpec, topology: Topology, model: ModelShape, work: 
         "rollout activations": rollout,
         "decoding": decoding,
     }
-    share = JUDGE_SHARE if isinstance(spec.reward, VlmRewardSpec) else 0.0
+    share = JUDGE_SHARE if spec.reward.judge is not None else 0.0
     return Memory(items=items, phases=phases, host=_host(spec, topology, model, work), judge_share=share)
 
 
@@ -290,8 +290,9 @@ def _host(spec: RunSpec, topology: Topology, model: ModelShape, work: Workload) 
     submitting = topology.nproc // topology.tp
     offloaded = topology.nproc * (model.text_encoder_bytes + model.vae_bytes)
     scoring = 0
-    if isinstance(spec.reward, RuleRewardSpec):
-        each = SCORER_BYTES if spec.reward.easyocr_module_path is None else OCR_SCORER_BYTES
+    rule = spec.reward.rule
+    if rule is not None:
+        each = SCORER_BYTES if rule.easyocr_module_path is None else OCR_SCORER_BYTES
         scoring = work.scorers * each
     return {
         "frames that wait for a verdict": submitting * work.pending * data.num_frames * frame,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from wan_trainer.config.specs import RuleRewardSpec, Target
 from wan_trainer.planning.plan import Plan
 from wan_trainer.topology import FAMILIES, counted, describe_ranks
 
@@ -118,15 +117,17 @@ def _length(plan: Plan) -> str:
 
 
 def _scoring(plan: Plan) -> str:
-    work = plan.work
-    if isinstance(plan.spec.reward, RuleRewardSpec):
+    work, reward = plan.work, plan.spec.reward
+    texts: list[str] = []
+    if reward.rule is not None:
         threads = counted(work.scorer_threads, "thread")
-        text = f"vbvr_rule: {counted(work.scorers, 'scorer process')}, {threads} a node"
-    elif isinstance(plan.spec.reward, Target):
-        text = f"{plan.spec.reward}: its own processes and memory are not counted"
-    else:
-        text = f"vbvr_vlm: {counted(work.scorers, 'request')} in flight a node"
-    return f"{text}; up to {counted(work.pending, 'rollout')} of a rank wait for a verdict"
+        texts.append(f"vbvr_rule: {counted(work.scorers, 'scorer process')}, {threads} a node")
+    if reward.judge is not None:
+        texts.append(f"vbvr_vlm: {counted(work.requests, 'request')} in flight a node")
+    for own in reward.own.values():
+        texts.append(f"{own.target}: its own processes and memory are not counted")
+    texts.append(f"up to {counted(work.pending, 'rollout')} of a rank wait for a verdict")
+    return "; ".join(texts)
 
 
 def _memory(plan: Plan) -> str:

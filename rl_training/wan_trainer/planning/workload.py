@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from wan_trainer.config.specs import RuleRewardSpec, RunSpec, Target, VlmRewardSpec
+from wan_trainer.config.specs import RewardSpec, RunSpec
 from wan_trainer.topology import (
     Topology,
     check_pending,
@@ -23,7 +23,8 @@ class Workload:
     rollout_calls, replay_calls: batched transformer calls; each replay call is a forward and a backward.
     stored_latents: of one rollout, the expected number of distinct latents that the replayed steps need.
     batches, updates: None when neither dataset_size nor max_steps says how long the run is. pending: rollouts
-    that wait for a verdict at most. scorers, scorer_threads: of a node; requests in flight for a judge.
+    that wait for a verdict at most. scorers, scorer_threads: processes of the rule reward on a node, and
+    their threads; requests: those in flight to a judge from a node.
     """
 
     replayed_steps: int
@@ -35,6 +36,7 @@ class Workload:
     pending: int
     scorers: int
     scorer_threads: int
+    requests: int
 
 
 def count_work(spec: RunSpec, topology: Topology) -> Workload:
@@ -45,22 +47,18 @@ def count_work(spec: RunSpec, topology: Topology) -> Workload:
     sampler, grpo = spec.sampler, spec.grpo
     share = topology.rollouts_per_rank_wave
     replayed = replay_step_count(sampler.num_steps, sampler.replay_ratio)
-    problem = _check_queue(spec.reward, topology, grpo.depth)
-    if problem is not None:
-        raise UserError(problem)
+    problems = _check_queues(spec.reward, topology, grpo.depth)
+    if problems:
+        raise UserError(*problems)
     batches = _count_batches(spec, topology)
     updates = None
     if batches is not None:
         updates = batches // spec.optimizer.gradient_accumulation_steps * grpo.updates_per_rollout
     # The ranks of one tensor-parallel group share their rollouts, and one of them submits.
     submitting = topology.nproc // topology.tp
-    reward = spec.reward
-    if isinstance(reward, RuleRewardSpec):
-        scorers, threads = reward.workers * submitting, reward.threads_per_worker
-    elif isinstance(reward, Target):
-        scorers, threads = 0, 0  # the user's own keeps its own counts
-    else:
-        scorers, threads = reward.concurrency * submitting, 0
+    # The user's own rewards keep counts of their own.
+    rule, judge = spec.reward.rule, spec.reward.judge
+    scorers = 0 if rule is None else rule.workers * submitting
     return Workload(
         replayed_steps=replayed,
         rollout_calls=sampler.num_steps * math.ceil(share / grpo.sample_batch_size) * topology.waves,
@@ -73,7 +71,8 @@ def count_work(spec: RunSpec, topology: Topology) -> Workload:
         updates=updates,
         pending=pending_rewards_needed(topology, grpo.depth),
         scorers=scorers,
-        scorer_threads=scorers * threads,
+        scorer_threads=0 if rule is None else scorers * rule.threads_per_worker,
+        requests=0 if judge is None else judge.concurrency * submitting,
     )
 
 
@@ -98,10 +97,11 @@ def _count_batches(spec: RunSpec, topology: Topology) -> int | None:
     return None if most is None else most // window * window
 
 
-def _check_queue(
-    reward: RuleRewardSpec | VlmRewardSpec | Target, topology: Topology, depth: int
-) -> str | None:
-    if isinstance(reward, Target):
-        return None
-    name = "vbvr_reward" if isinstance(reward, RuleRewardSpec) else "vlm_reward"
-    return check_pending(f"{name}_max_pending_jobs", reward.max_pending_jobs, topology, depth)
+def _check_queues(reward: RewardSpec, topology: Topology, depth: int) -> list[str]:
+    queues = {"vbvr_reward_max_pending_jobs": reward.rule, "vlm_reward_max_pending_jobs": reward.judge}
+    checked = (
+        check_pending(key, part.max_pending_jobs, topology, depth)
+        for key, part in queues.items()
+        if part is not None
+    )
+    return [problem for problem in checked if problem is not None]

@@ -9,7 +9,7 @@ from wan_trainer.config.device import resolve_device, unbuilt
 from wan_trainer.config.family import known_family
 from wan_trainer.config.resolution import resolve, topology_of
 from wan_trainer.config.schema import GrpoConfig
-from wan_trainer.config.specs import Family, RuleRewardSpec, RunSpec, Target
+from wan_trainer.config.specs import Family, RuleRewardSpec, RunSpec
 from wan_trainer.models.wan.architecture import check_heads, model_shape
 from wan_trainer.models.wan.directory import check_directory
 from wan_trainer.preflight.cuda import cuda_devices
@@ -74,15 +74,15 @@ def run_checks(
 def check_inputs(spec: RunSpec, topology: Topology | None, *, needs_image: bool) -> list[Finding]:
     """Dataset and reward, and what each asks of the other."""
     problems, tasks = check_dataset(spec.data, needs_image=needs_image)
-    # Another kind of reward has its checks with its service.
-    if isinstance(spec.reward, RuleRewardSpec):
-        problems += check_evaluator(spec.reward, tasks)
-        problems += check_clip_length(spec.data, spec.reward)
+    rule = spec.reward.rule
+    if rule is not None:
+        problems += check_evaluator(rule, tasks)
+        problems += check_clip_length(spec.data, rule)
         if topology is not None:
-            problems += check_queue(spec.reward, topology, spec.grpo.depth)
-            problems.append(count_scorers(spec.reward, topology))
-    if isinstance(spec.reward, Target):
-        problems += check_own_reward(spec.reward, tasks)
+            problems += check_queue(rule, topology, spec.grpo.depth)
+            problems.append(count_scorers(rule, topology))
+    for key, own in spec.reward.own.items():
+        problems += check_own_reward(key, own, tasks)
     return problems
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 import wan_trainer
 from wan_trainer.config import LoadedConfig, contract_digests, public_values
 from wan_trainer.config.device import CPU_SOURCE
-from wan_trainer.config.specs import OptimizerSpec, RuleRewardSpec, RunSpec, Target
+from wan_trainer.config.specs import OptimizerSpec, RunSpec, Target
 from wan_trainer.data.dataset import Dataset
 from wan_trainer.distributed.collectives import SharedUserError
 from wan_trainer.distributed.mesh import Mesh
@@ -116,7 +116,7 @@ def announce(console: Console, start: Start, model: Model, resume: ResumePoint |
 def run_facts(start: Start, mesh: Mesh, dataset: Dataset, model: Model, done: int) -> RunFacts:
     """What run.json says about this start. done: batches that were trained before it."""
     spec, config, sampler = start.spec, start.loaded.config, start.spec.sampler
-    reward, algorithm, digests = spec.reward, spec.algorithm, source_digests(spec)
+    rule, algorithm, digests = spec.reward.rule, spec.algorithm, source_digests(spec)
     descriptor = spec.data.dataset_json.name
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     return RunFacts(
@@ -147,11 +147,7 @@ def run_facts(start: Start, mesh: Mesh, dataset: Dataset, model: Model, done: in
             manifests={name: digest for name, digest in dataset.digests.items() if name != descriptor},
             samples=len(dataset),
         ),
-        evaluator=(
-            EvaluatorIdentity(reward.evalkit_dir, reward.source_sha256)
-            if isinstance(reward, RuleRewardSpec)
-            else None
-        ),
+        evaluator=(None if rule is None else EvaluatorIdentity(rule.evalkit_dir, rule.source_sha256)),
         targets={
             key: {"path": target.path, "source": digests[key]} for key, target in named_targets(spec).items()
         },
