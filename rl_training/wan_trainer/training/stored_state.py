@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,11 @@ class StoredState:
             if (entry := self._tensors[f"{section}.{prefix}{name}"])
         }
         stored: dict[str, Any] = {f"{section}.{prefix}{name}": tensor for name, tensor in values.items()}
-        if stored:
-            load(stored, storage_reader=self._reader, no_dist=True)
+        with warnings.catch_warnings():
+            # PyTorch finds it noteworthy that there is one process.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            if stored:
+                load(stored, storage_reader=self._reader, no_dist=True)
         return values
 
 
