@@ -26,7 +26,13 @@ from wan_trainer.config.attention import ATTENTION_BACKENDS, HUB_KERNELS, SIXTEE
 from wan_trainer.models.wan import hub_kernels
 from wan_trainer.models.wan.attention import prove_attention
 from wan_trainer.models.wan.hub_kernels import fetch_hub_kernel, load_hub_kernel
-from wan_trainer.models.wan.kernel_cache import check_cached, kernels_cache, read_receipt
+from wan_trainer.models.wan.kernel_cache import (
+    attention_identity,
+    check_cached,
+    kernels_cache,
+    read_receipt,
+)
+from wan_trainer.recording.identity import AttentionIdentity
 from wan_trainer.types import UserError
 
 BACKEND = "_flash_3_hub"
@@ -147,6 +153,9 @@ def test_prefetch_fills_the_cache_and_prints_the_digest(cache: Path, monkeypatch
     printed = capsys.readouterr().out
     assert receipt.sha256 in printed and COMMIT in printed and str(cache) in printed
     assert check_cached(BACKEND, cache) == []
+    recorded = attention_identity(BACKEND, cache)
+    assert (recorded.commit, recorded.build, recorded.sha256) == (COMMIT, VARIANT, receipt.sha256)
+    assert attention_identity("native", cache) == AttentionIdentity("native")
     load_hub_kernel(BACKEND, cache)
     assert check_cached(BACKEND, cache) == [], "importing leaves bytecode, which is no damage"
 

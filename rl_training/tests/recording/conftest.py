@@ -1,9 +1,54 @@
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
+from wan_trainer.digests import file_sha256
+from wan_trainer.recording.identity import (
+    AttentionIdentity,
+    CodeIdentity,
+    DatasetIdentity,
+    EvaluatorIdentity,
+    model_identity,
+)
+from wan_trainer.recording.run_record import RunFacts, SamplerRecord
 from wan_trainer.types import StepRecord
+
+
+@dataclass(frozen=True)
+class Layout:
+    world: int
+    ranks_per_prompt: Fraction
+
+
+@pytest.fixture
+def facts(tmp_path: Path) -> RunFacts:
+    model = tmp_path / "model"
+    (model / "vae").mkdir(parents=True)
+    (model / "model_index.json").write_text("{}")
+    (model / "vae" / "weights.safetensors").write_bytes(b"12345")
+    manifest = tmp_path / "split.json"
+    manifest.write_text("[]")
+    sampler = SamplerRecord("flowcps", (1.0, 0.5, 0.0), 0.7, None, 1.0, 5.0, 0.5, False, 3)
+    return RunFacts(
+        algorithm="grpo",
+        device="cpu",
+        config_path=tmp_path / "c.yaml",
+        config={"learning_rate": 1e-5, "vlm_reward_api_key": "hunter2", "seed": 3},
+        sources={"learning_rate": "cli", "seed": "default"},
+        overrides=("--learning_rate", "1e-5", "--vlm_reward_api_key", "hunter2", "--other_token=hunter2"),
+        contract_digests={"model": "ab"},
+        contract_values={"model": {"lora_rank": 8}},
+        topology=Layout(2, Fraction(1, 2)),
+        sampler=sampler,
+        model=model_identity(model, "ti2v-5b"),
+        dataset=DatasetIdentity(manifest, file_sha256(manifest), {"split.json": file_sha256(manifest)}, 12),
+        evaluator=EvaluatorIdentity(tmp_path, "cd"),
+        attention=AttentionIdentity("native"),
+        code=CodeIdentity("f00", True, "abc", "diff --git a b"),
+    )
 
 
 @pytest.fixture

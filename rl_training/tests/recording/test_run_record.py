@@ -2,67 +2,27 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from wan_trainer.digests import file_sha256
 from wan_trainer.recording.identity import (
-    CodeIdentity,
-    DatasetIdentity,
-    EvaluatorIdentity,
     code_identity,
     is_secret,
     launcher_environment,
     masked,
     masked_arguments,
-    model_identity,
     package_versions,
 )
 from wan_trainer.recording.run_record import (
     FinalCheckpoint,
     RunFacts,
     RunRecord,
-    SamplerRecord,
     read_run_record,
 )
 from wan_trainer.types import UserError
-
-
-@dataclass(frozen=True)
-class Layout:
-    world: int
-    ranks_per_prompt: Fraction
-
-
-@pytest.fixture
-def facts(tmp_path: Path) -> RunFacts:
-    model = tmp_path / "model"
-    (model / "vae").mkdir(parents=True)
-    (model / "model_index.json").write_text("{}")
-    (model / "vae" / "weights.safetensors").write_bytes(b"12345")
-    manifest = tmp_path / "split.json"
-    manifest.write_text("[]")
-    sampler = SamplerRecord("flowcps", (1.0, 0.5, 0.0), 0.7, None, 1.0, 5.0, 0.5, False, 3)
-    return RunFacts(
-        algorithm="grpo",
-        device="cpu",
-        config_path=tmp_path / "c.yaml",
-        config={"learning_rate": 1e-5, "vlm_reward_api_key": "hunter2", "seed": 3},
-        sources={"learning_rate": "cli", "seed": "default"},
-        overrides=("--learning_rate", "1e-5", "--vlm_reward_api_key", "hunter2", "--other_token=hunter2"),
-        contract_digests={"model": "ab"},
-        contract_values={"model": {"lora_rank": 8}},
-        topology=Layout(2, Fraction(1, 2)),
-        sampler=sampler,
-        model=model_identity(model, "ti2v-5b"),
-        dataset=DatasetIdentity(manifest, file_sha256(manifest), {"split.json": file_sha256(manifest)}, 12),
-        evaluator=EvaluatorIdentity(tmp_path, "cd"),
-        code=CodeIdentity("f00", True, "diff --git a b"),
-    )
-
 
 ENVIRONMENT = {
     "WAN_TRAINER_VLM_API_KEY": "hunter2",
@@ -107,7 +67,8 @@ def test_record_says_everything_and_no_secret(tmp_path: Path, facts: RunFacts) -
     assert record["model"]["configs"] == {"model_index.json": digest}
     assert record["dataset"]["manifests"] == {"split.json": record["dataset"]["sha256"]}
     assert record["evaluator"]["source_sha256"] == "cd"
-    assert record["code"]["commit"] == "f00"
+    assert (record["code"]["commit"], record["code"]["sources"]) == ("f00", "abc")
+    assert record["attention"]["backend"] == "native"
     assert record["packages"]["numpy"]
 
 
@@ -177,23 +138,24 @@ def git(directory: Path, *arguments: str) -> None:
 
 
 def test_code_identity_of_a_real_checkout(tmp_path: Path) -> None:
-    assert code_identity(tmp_path) == CodeIdentity(None, False)
+    assert (code_identity(tmp_path).commit, code_identity(tmp_path).dirty) == (None, False)
     package = tmp_path / "package"
     package.mkdir()
     source = package / "a.py"
     source.write_text("x = 1\n")
     git(tmp_path, "init", "-q")
-    assert code_identity(package) == CodeIdentity(None, False)
+    untracked = code_identity(package)
+    assert untracked.commit is None and len(untracked.sources) == 12
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-qm", "one")
     clean = code_identity(package)
     assert clean.commit is not None
     assert len(clean.commit) == 40
-    assert not clean.dirty
+    assert not clean.dirty and clean.sources == untracked.sources
     source.write_text("x = 2\n")
     (tmp_path / "new.py").write_text("")
     dirty = code_identity(package)
-    assert dirty.dirty
+    assert dirty.dirty and dirty.sources != clean.sources
     assert "-x = 1\n+x = 2\n" in dirty.diff
     assert dirty.untracked == ("new.py",)
     source.write_text("y\n" * 200_000)

@@ -9,7 +9,13 @@ import pytest
 from wan_trainer.config.specs import BatchSpec, ParallelSpec
 from wan_trainer.media.video import write_video
 from wan_trainer.recording.clock import Span
-from wan_trainer.recording.identity import CodeIdentity, DatasetIdentity, EvaluatorIdentity, ModelIdentity
+from wan_trainer.recording.identity import (
+    AttentionIdentity,
+    CodeIdentity,
+    DatasetIdentity,
+    EvaluatorIdentity,
+    ModelIdentity,
+)
 from wan_trainer.recording.rows import reward_rows
 from wan_trainer.recording.run_dir import RunFiles, RunWriter
 from wan_trainer.recording.run_record import RunFacts, RunRecord, SamplerRecord
@@ -50,7 +56,8 @@ def facts(root: Path, seed: int) -> RunFacts:
         model=ModelIdentity(root / "model", "ti2v-5b", {}, {}),
         dataset=DatasetIdentity(root / "dataset.json", "ab", {}, 48),
         evaluator=EvaluatorIdentity(root, "c0ffee" * 10),
-        code=CodeIdentity("0123456789abcdef" * 2, True, "--- a\n+++ b\n-<i>old</i>\n+new\n"),
+        attention=AttentionIdentity("native"),
+        code=CodeIdentity("0123456789abcdef" * 2, True, "5eed", "--- a\n+++ b\n-<i>old</i>\n+new\n"),
     )
 
 

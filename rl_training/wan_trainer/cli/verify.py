@@ -29,11 +29,8 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         except UserError as error:
             problems += error.problems
             continue
-        gigabytes = f"{manifest.size / 1e9:.3g} GB"
-        print(
-            f"{checkpoint}: whole ({len(manifest.files)} files, {gigabytes}, step {manifest.step})",
-            flush=True,
-        )
+        content = f"{len(manifest.files)} files, {manifest.size:,} bytes, step {manifest.step}"
+        print(f"{checkpoint}: whole ({content})", flush=True)
     if problems:
         raise UserError(*problems)
     return 0

@@ -20,7 +20,7 @@ _DIFF_LIMIT_BYTES = 256 * 1024
 _GIT_TIMEOUT_S = 20
 _LAUNCHER_VARIABLES = re.compile(
     r"WAN_TRAINER_\w+|MASTER_\w+|(LOCAL_|GROUP_)?WORLD_SIZE|(LOCAL_|GROUP_)?RANK|NCCL_\w+|GLOO_\w+"
-    r"|CUDA_VISIBLE_DEVICES|PYTORCH_CUDA_ALLOC_CONF|OMP_NUM_THREADS|TRITON_CACHE_DIR|CPATH|WANDB_MODE"
+    r"|CUDA_\w+|CUBLAS_\w+|PYTORCH_\w+|TORCH_\w+|OMP_NUM_THREADS|TRITON_CACHE_DIR|CPATH|PYTHONPATH|WANDB_MODE"
 )
 _SECRET_NAME = re.compile(r"(^|_)(api_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
@@ -31,11 +31,13 @@ MASK = "***"
 class CodeIdentity:
     """The revision of the trainer. commit is None outside a git checkout, and `diff` is what HEAD lacks.
 
-    untracked: files git neither tracks nor ignores. diff_truncated: the difference was longer than 256 KiB.
+    sources: digest of the Python files, in a checkout or not. untracked: files git neither tracks nor
+    ignores. diff_truncated: the difference was longer than 256 KiB.
     """
 
     commit: str | None
     dirty: bool
+    sources: str = ""
     diff: str = ""
     diff_truncated: bool = False
     untracked: tuple[str, ...] = ()
@@ -63,10 +65,30 @@ class DatasetIdentity:
 
 @dataclass(frozen=True)
 class EvaluatorIdentity:
-    """The external evaluator a run was pinned to."""
+    """The external evaluator a run was pinned to.
+
+    runtime: what its scores depend on beside its sources (packages, models, programs), as far as it is known.
+    """
 
     directory: Path
     source_sha256: str
+    runtime: Mapping[str, Json] | None = None
+
+
+@dataclass(frozen=True)
+class AttentionIdentity:
+    """The attention kernel by Diffusers' name of the backend.
+
+    The rest is of a kernel from the Hub, None for PyTorch's own and for those of an installed package:
+    repository, version asked for, commit in the cache, and build and its digest where they are on record.
+    """
+
+    backend: str
+    repository: str | None = None
+    version: int | None = None
+    commit: str | None = None
+    build: str | None = None
+    sha256: str | None = None
 
 
 def model_identity(path: Path, family: str) -> ModelIdentity:
@@ -108,13 +130,20 @@ def code_identity(directory: Path) -> CodeIdentity:
     commit = _git(directory, "rev-parse", "HEAD") if tracked else None
     top = _git(directory, "rev-parse", "--show-toplevel") if commit else None
     if commit is None or top is None:
-        return CodeIdentity(commit=None, dirty=False)
+        return CodeIdentity(commit=None, dirty=False, sources=code_digest(directory))
     root = Path(top.rstrip("\n"))
     diff = _git(root, "diff", "--no-color", "--no-ext-diff", "HEAD") or ""
     others = _git(root, "ls-files", "--others", "--exclude-standard") or ""
     untracked = tuple(others.splitlines()[:200])
     cut = diff.encode("utf-8")[:_DIFF_LIMIT_BYTES].decode("utf-8", errors="ignore")
-    return CodeIdentity(commit.strip(), bool(diff or untracked), cut, len(cut) < len(diff), untracked)
+    return CodeIdentity(
+        commit=commit.strip(),
+        dirty=bool(diff or untracked),
+        sources=code_digest(directory),
+        diff=cut,
+        diff_truncated=len(cut) < len(diff),
+        untracked=untracked,
+    )
 
 
 def code_digest(package: Path) -> str:

@@ -94,11 +94,11 @@ def _comparable(group: str, value: Json) -> dict[str, str]:
 
 
 def _flattened(prefix: str, value: Json) -> Iterator[tuple[str, str]]:
-    """Leaves by dotted key. A list of plain values stays one; a missing group has no leaves."""
+    """Leaves by dotted key. A list stays one; null is as good as absent, and older records lack fields."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _flattened(f"{prefix}.{key}" if prefix else key, item)
-    elif value is not None or prefix:
+    elif value is not None:
         yield prefix, _word(value)
 
 

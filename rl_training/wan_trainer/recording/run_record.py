@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from wan_trainer.recording.identity import (
+    AttentionIdentity,
     CodeIdentity,
     DatasetIdentity,
     EvaluatorIdentity,
@@ -72,6 +73,7 @@ class RunFacts:
     model: ModelIdentity
     dataset: DatasetIdentity
     evaluator: EvaluatorIdentity | None
+    attention: AttentionIdentity
     code: CodeIdentity
     start_batch: int = 0
     targets: Mapping[str, Json] = field(default_factory=dict[str, Json])
@@ -145,6 +147,7 @@ class RunRecord:
             "model": as_json(facts.model),
             "dataset": as_json(facts.dataset),
             "evaluator": as_json(facts.evaluator),
+            "attention": as_json(facts.attention),
             "code": as_json(facts.code),
             "targets": as_json(facts.targets),
             "packages": package_versions(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from wan_trainer.config.specs import OptimizerSpec, RunSpec, Target
 from wan_trainer.data.dataset import Dataset
 from wan_trainer.distributed.collectives import SharedUserError
 from wan_trainer.distributed.mesh import Mesh
+from wan_trainer.models.wan.kernel_cache import attention_identity, kernels_cache
 from wan_trainer.models.wan.liger import liger_report
 from wan_trainer.recording.identity import DatasetIdentity, EvaluatorIdentity, code_identity, model_identity
 from wan_trainer.recording.run_record import RunFacts, SamplerRecord
@@ -148,6 +150,7 @@ def run_facts(start: Start, mesh: Mesh, dataset: Dataset, model: Model, done: in
             samples=len(dataset),
         ),
         evaluator=(None if rule is None else EvaluatorIdentity(rule.evalkit_dir, rule.source_sha256)),
+        attention=attention_identity(spec.model.attention_backend, kernels_cache(os.environ)),
         targets={
             key: {"path": target.path, "source": digests[key]} for key, target in named_targets(spec).items()
         },

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from wan_trainer.config.attention import HUB_KERNELS, HubKernel
 from wan_trainer.digests import files_sha256
+from wan_trainer.recording.identity import AttentionIdentity
 from wan_trainer.types import UserError
 
 DEFAULT_CACHE = "~/.cache/wan-trainer/kernels"
@@ -98,6 +99,22 @@ def read_receipt(cache: Path, kernel: HubKernel) -> Receipt | None:
         return Receipt(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError):
         raise FileNotFoundError(f"{path} is damaged") from None
+
+
+def attention_identity(backend: str, cache: Path) -> AttentionIdentity:
+    """What computes attention, for the record of a run whose kernel was found usable."""
+    kernel = HUB_KERNELS.get(backend)
+    if kernel is None:
+        return AttentionIdentity(backend)
+    receipt = read_receipt(cache, kernel)
+    return AttentionIdentity(
+        backend=backend,
+        repository=kernel.repo_id,
+        version=kernel.version,
+        commit=find_snapshot(cache, kernel).name,
+        build=None if receipt is None else receipt.variant,
+        sha256=None if receipt is None else receipt.sha256,
+    )
 
 
 def write_receipt(cache: Path, kernel: HubKernel, commit: str, variant: Path) -> Receipt:
