@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from wan_trainer.recording.tracking import WandbTracker, tracked_values, wandb_mode
+from wan_trainer.recording.tracking import WandbTracker, stored_run_id, tracked_values, wandb_mode
 from wan_trainer.types import StepRecord
 
 MakeRecord = Callable[..., StepRecord]
@@ -117,6 +117,8 @@ def test_an_offline_run_is_written_and_a_resume_continues_it(tmp_path: Path, ste
     assert second == first
     assert json.loads((directory / "wandb.json").read_text()) == {"id": first, "project": "p", "last_step": 5}
     assert logged_steps(directory) == [1, 2, 3, 4, 5]
+    left = [path.name for path in (directory / "wandb").glob("offline-run-*")]
+    assert len(left) == 2 and all(name.endswith(f"-{first}") for name in left), "one run for `wandb sync`"
 
 
 class Broken:
@@ -175,10 +177,19 @@ def test_disabled_tracks_nothing(tmp_path: Path, step_record: MakeRecord) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_project_is_another_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wandb_run_is_found_again_and_another_project_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(WandbTracker, "_open", lambda *_: Broken())
     first = tracker_for(tmp_path, io.StringIO())
     assert tracker_for(tmp_path, io.StringIO()).run_id == first.run_id
     state = json.loads((tmp_path / "wandb.json").read_text())
+    # Lost with everything but a checkpoint, which knows the id too.
+    (tmp_path / "wandb.json").unlink()
+    console = Console(file=io.StringIO())
+    kept = WandbTracker(
+        tmp_path, project="p", name=None, config={}, mode="offline", console=console, resumed_id=first.run_id
+    )
+    assert kept.run_id == first.run_id == stored_run_id(tmp_path)
     (tmp_path / "wandb.json").write_text(json.dumps(state | {"project": "other"}))
     assert tracker_for(tmp_path, io.StringIO()).run_id != first.run_id

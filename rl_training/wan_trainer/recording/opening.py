@@ -22,11 +22,13 @@ def open_run_log(
     config: Mapping[str, Json],
     total_batches: int,
     start_batch: int = 0,
+    tracked_id: str | None = None,
 ) -> RunLog:
     """The run log of this rank, cut back to `start_batch` batches; 0, a fresh start, clears old files.
 
     Rank 0 gets the writer with its progress display and, when a wandb project is set, its tracker;
-    `config` is what wandb shows. Every other rank gets a log that writes nothing.
+    `config` is what wandb shows, `tracked_id` the wandb run in the checkpoint that is continued. Every other
+    rank gets a log that writes nothing.
     """
     if rank != 0:
         return NullRunLog(output.output_dir)
@@ -40,6 +42,7 @@ def open_run_log(
             config=config,
             mode=wandb_mode(os.environ),
             console=console,
+            resumed_id=tracked_id,
         )
         log.observe(tracker)
     progress = ProgressDisplay(

@@ -87,11 +87,13 @@ class WandbTracker:
         config: Mapping[str, Json],
         mode: Mode,
         console: Console,
+        resumed_id: str | None = None,
     ) -> None:
+        """resumed_id: the id in the checkpoint that is continued; it serves when wandb.json is lost."""
         self._state_path = output_dir / _STATE_FILE
         self._project = project
         self._console = console
-        state = _read_state(self._state_path)
+        state = _read_state(self._state_path) or {"id": resumed_id, "project": project}
         if state.get("project") != project:  # in another project it is another wandb run
             state = {}
         stored_id, last = state.get("id"), state.get("last_step")
