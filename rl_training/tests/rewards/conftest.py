@@ -221,7 +221,9 @@ def scorers(evalkit: Path) -> Callable[[], list[int]]:
         found: list[int] = []
         for entry in Path("/proc").iterdir():
             try:
-                is_scorer = entry.name.isdigit() and b"rewards.worker" in (entry / "cmdline").read_bytes()
+                is_scorer = (
+                    entry.name.isdigit() and b"rewards.evaluator_worker" in (entry / "cmdline").read_bytes()
+                )
                 if is_scorer and (entry / "cwd").resolve() == evalkit:
                     found.append(int(entry.name))
             except OSError:  # ended meanwhile

@@ -187,6 +187,6 @@ def test_an_evaluator_that_does_not_import_is_one_line(
 
 def test_the_module_is_light() -> None:
     """Preflight and the command line import it, and a scorer starts with the worker module: no torch."""
-    modules = "wan_trainer.rewards.evalkit, wan_trainer.rewards.worker"
+    modules = "wan_trainer.rewards.evalkit, wan_trainer.rewards.evaluator_worker"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0

@@ -34,8 +34,8 @@ from wan_trainer.rewards.scratch import Scratch
 
 evalkit, place = Path(sys.argv[1]), Path(sys.argv[2])
 scratch = Scratch(place, keep=False)
-pool = ScorerPool(ScorerSettings(evalkit, scratch.path, 1, None), ScorerTimeouts(300.0), workers=2)
-pool.tasks()
+pool = ScorerPool(ScorerSettings(evalkit, scratch.path, 1), ScorerTimeouts(300.0), workers=2)
+pool.names()
 video = str(scratch.path / "a.mp4")
 job = ScoreJob(video, (3, 32, 32, 3), "hang", {"gt_path": str(place)}, "cpu", 8, 32, 32, 12, 5.0, 1)
 pool.submit(job, np.zeros((3, 32, 32, 3), np.uint8))  # one scorer is busy for ever, the other idle
@@ -49,7 +49,7 @@ time.sleep(600)
 @pytest.fixture
 def pool(evalkit: Path, tmp_path: Path) -> Iterator[ScorerPool]:
     """One scorer."""
-    made = ScorerPool(ScorerSettings(evalkit, tmp_path, 1, None), ScorerTimeouts(20.0), workers=1)
+    made = ScorerPool(ScorerSettings(evalkit, tmp_path, 1), ScorerTimeouts(20.0), workers=1)
     yield made
     made.close()
 
@@ -104,7 +104,7 @@ def test_a_scorer_ignores_the_signals_of_its_group(
     pool: ScorerPool, tmp_path: Path, scorers: Callable[[], list[int]]
 ) -> None:
     """Ctrl-C and the cluster's SIGTERM reach every process; the rewards in flight are still wanted."""
-    pool.tasks()
+    pool.names()
     (pid,) = scorers()
     assert os.getpgid(pid) == pid != os.getpgid(0)
     future = pool.submit(_job(tmp_path, "slow"), _frames())
@@ -117,7 +117,7 @@ def test_a_scorer_ignores_the_signals_of_its_group(
 def test_an_idle_scorer_that_was_killed_is_replaced(
     pool: ScorerPool, tmp_path: Path, scorers: Callable[[], list[int]], wait_until: Callable[..., bool]
 ) -> None:
-    pool.tasks()
+    pool.names()
     (pid,) = scorers()
     os.kill(pid, signal.SIGKILL)
     assert wait_until(lambda: scorers() == [])
@@ -128,7 +128,7 @@ def test_an_idle_scorer_that_was_killed_is_replaced(
 def test_a_warm_scorer_is_used_again(
     pool: ScorerPool, tmp_path: Path, scorers: Callable[[], list[int]]
 ) -> None:
-    pool.tasks()
+    pool.names()
     before = scorers()
     for task in ("brightness", "nan", "raise", "brightness"):
         pool.submit(_job(tmp_path, task), _frames()).result(20)
@@ -158,9 +158,9 @@ def test_a_scorer_that_cannot_start_costs_samples_and_says_why(tmp_path: Path, e
     """The evaluator breaks after the run began, say its disk went away: missing samples, no hang."""
     copy = tmp_path / "copy"
     shutil.copytree(evalkit, copy)
-    pool = ScorerPool(ScorerSettings(copy, tmp_path, 1, None), ScorerTimeouts(20.0, 20.0), workers=1)
+    pool = ScorerPool(ScorerSettings(copy, tmp_path, 1), ScorerTimeouts(20.0, 20.0), workers=1)
     try:
-        assert "brightness" in pool.tasks()
+        assert "brightness" in pool.names()
         shutil.rmtree(copy)
         verdict = pool.submit(_job(tmp_path, "exit"), _frames()).result(20)
         assert verdict.error is not None and "cannot start" in verdict.error
@@ -170,10 +170,10 @@ def test_a_scorer_that_cannot_start_costs_samples_and_says_why(tmp_path: Path, e
 
 def test_a_pool_whose_evaluator_never_imports_answers(tmp_path: Path) -> None:
     (tmp_path / "run_evaluation.py").write_text("raise ImportError('no cv2')")
-    pool = ScorerPool(ScorerSettings(tmp_path, tmp_path, 1, None), ScorerTimeouts(20.0, 20.0), workers=2)
+    pool = ScorerPool(ScorerSettings(tmp_path, tmp_path, 1), ScorerTimeouts(20.0, 20.0), workers=2)
     try:
         with pytest.raises(ScorerFailure, match="ImportError: no cv2"):
-            pool.tasks()
+            pool.names()
         verdict = pool.submit(_job(tmp_path, "brightness"), _frames()).result(20)
         assert verdict.error is not None and "no cv2" in verdict.error
     finally:
@@ -182,7 +182,7 @@ def test_a_pool_whose_evaluator_never_imports_answers(tmp_path: Path) -> None:
 
 def test_what_cannot_be_queued_or_sent_is_a_verdict(pool: ScorerPool, tmp_path: Path) -> None:
     """Neither a full descriptor table nor a defect on our side may raise, or leave a sample open."""
-    pool.tasks()
+    pool.names()
     wrong: Any = {"gt_path": {"a", "set"}}
     unsendable = dataclasses.replace(_job(tmp_path, "brightness"), gt_info=wrong)
     assert "TypeError" in str(pool.submit(unsendable, _frames()).result(20).error)
@@ -198,7 +198,7 @@ def test_what_cannot_be_queued_or_sent_is_a_verdict(pool: ScorerPool, tmp_path: 
 
 def test_closing_during_the_start_does_not_wait_for_it(tmp_path: Path) -> None:
     (tmp_path / "run_evaluation.py").write_text("import time; time.sleep(600)")
-    pool = ScorerPool(ScorerSettings(tmp_path, tmp_path, 1, None), ScorerTimeouts(20.0), workers=1)
+    pool = ScorerPool(ScorerSettings(tmp_path, tmp_path, 1), ScorerTimeouts(20.0), workers=1)
     before = time.monotonic()
     pool.close()
     assert time.monotonic() - before < 4.0
@@ -210,7 +210,7 @@ def test_a_scorer_that_breaks_the_protocol_is_replaced(tmp_path: Path, evalkit: 
     shutil.copytree(evalkit, copy)
     source = (copy / "run_evaluation.py").read_text()
     (copy / "run_evaluation.py").write_text(source + MEDDLER)
-    pool = ScorerPool(ScorerSettings(copy, tmp_path, 1, None), ScorerTimeouts(20.0), workers=1)
+    pool = ScorerPool(ScorerSettings(copy, tmp_path, 1), ScorerTimeouts(20.0), workers=1)
     try:
         for task in ("wrong_json", "huge"):
             verdict = pool.submit(_job(tmp_path, task), _frames()).result(20)

@@ -98,7 +98,7 @@ def supported_tasks(
     """
     _check_layout(directory)
     with tempfile.TemporaryDirectory(prefix="wan-trainer-describe-") as work_dir:
-        settings = ScorerSettings(directory, Path(work_dir), 1, easyocr_module_path)
+        settings = evaluator_settings(directory, Path(work_dir), 1, easyocr_module_path)
         try:
             scorer = ScorerProcess(settings, "describe", threading.Event())
             try:
@@ -110,6 +110,14 @@ def supported_tasks(
         except ScorerFailure as failure:
             raise unusable(directory, failure) from failure
     return match_tasks(tasks, names)
+
+
+def evaluator_settings(
+    directory: Path, work_dir: Path, threads: int, easyocr_module_path: Path | None
+) -> ScorerSettings:
+    """Scorer processes for the evaluator in `directory`."""
+    ocr = {} if easyocr_module_path is None else {"EASYOCR_MODULE_PATH": str(easyocr_module_path)}
+    return ScorerSettings(directory, work_dir, threads, environment=ocr)
 
 
 def unusable(directory: Path, failure: ScorerFailure) -> UserError:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Protocol
 
 ERROR_TEXT_LIMIT = 300
 """Longest error text kept, in characters: it is written once per failed sample."""
@@ -16,9 +18,22 @@ REPLY_LIMIT = 1 << 20
 """Largest reply accepted from a scorer, in bytes; a longer one counts as a broken scorer."""
 
 
+class Job(Protocol):
+    """One rollout for a scorer; its pixels follow as a file descriptor."""
+
+    @property
+    def leftover(self) -> Path | None:
+        """A file that the scorer writes for this job, to be deleted after it."""
+        ...
+
+    def encode(self) -> bytes:
+        """The job as the scorer's body reads it."""
+        ...
+
+
 @dataclass(frozen=True)
 class ScoreJob:
-    """One rollout to score; its pixels follow as a file descriptor.
+    """One rollout for the external evaluator.
 
     shape: (F, H, W, 3) of the uint8 frames. task: the evaluator's own name for it. video_path: where the
     prepared MP4 is written. gt_info: the evaluator's ground-truth argument. All paths are absolute.
@@ -35,6 +50,11 @@ class ScoreJob:
     prepare_crf: float
     max_duration_s: float
     threads: int
+
+    @property
+    def leftover(self) -> Path:
+        """The prepared MP4."""
+        return Path(self.video_path)
 
     def encode(self) -> bytes:
         """The job as JSON bytes."""
@@ -80,9 +100,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Greeting:
-    """A scorer's first message: the task names of its evaluator, or why the evaluator cannot be used."""
+    """A scorer's first message: what it can score, or why it cannot be used."""
 
-    tasks: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
     error: str | None = None
 
     def encode(self) -> bytes:
@@ -94,7 +114,7 @@ class Greeting:
         """The inverse of `encode`. Raises ValueError, TypeError or KeyError on anything else."""
         fields = json.loads(data)
         error = None if fields["error"] is None else one_line(fields["error"])
-        return Greeting(tasks=tuple(str(name) for name in fields["tasks"]), error=error)
+        return Greeting(names=tuple(str(name) for name in fields["names"]), error=error)
 
 
 def one_line(text: object, limit: int = ERROR_TEXT_LIMIT) -> str:

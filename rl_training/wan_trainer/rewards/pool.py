@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from wan_trainer.rewards.messages import ScoreJob, Verdict, one_line
+from wan_trainer.rewards.messages import Job, Verdict, one_line
 from wan_trainer.rewards.process import ScorerFailure, ScorerProcess, ScorerSettings
 
 ATTEMPTS = 2
@@ -42,7 +42,7 @@ class ScorerTimeouts:
 class _Pending:
     """A queued job. The pixels live in an anonymous memory file: nothing of it outlives the processes."""
 
-    job: ScoreJob
+    job: Job
     pixels: int
     keep_video: bool
     future: Future[Verdict] = field(default_factory=Future[Verdict])
@@ -61,7 +61,7 @@ class ScorerPool:
         self._keep_videos = keep_videos
         self._jobs: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
         self._closed = threading.Event()
-        self._tasks: Future[tuple[str, ...]] = Future()
+        self._names: Future[tuple[str, ...]] = Future()
         self._lock = threading.Lock()
         self._lanes = [
             _Lane(f"scorer-{index}", settings, timeouts, self._jobs, self._closed, self._first_start)
@@ -70,11 +70,11 @@ class ScorerPool:
         for lane in self._lanes:
             lane.thread.start()
 
-    def tasks(self) -> tuple[str, ...]:
-        """The evaluator's task names, once the first scorer is up. Raises ScorerFailure if it fails."""
-        return self._tasks.result()
+    def names(self) -> tuple[str, ...]:
+        """What the scorers can score, once the first one is up. Raises ScorerFailure if it fails."""
+        return self._names.result()
 
-    def submit(self, job: ScoreJob, frames: np.ndarray) -> Future[Verdict]:
+    def submit(self, job: Job, frames: np.ndarray) -> Future[Verdict]:
         """Queue a job, copying `frames`, and return at once. The future never raises: it holds a verdict."""
         assert not self._closed.is_set(), "submit after close"
         try:
@@ -101,14 +101,14 @@ class ScorerPool:
                     pending.future.set_result(_failure("the reward was closed", time.monotonic()))
 
     def _first_start(self, outcome: tuple[str, ...] | ScorerFailure) -> None:
-        """The first scorer to come up, or to fail, answers `tasks`."""
+        """The first scorer to come up, or to fail, answers `names`."""
         with self._lock:
-            if self._tasks.done():
+            if self._names.done():
                 return
             if isinstance(outcome, ScorerFailure):
-                self._tasks.set_exception(outcome)
+                self._names.set_exception(outcome)
             else:
-                self._tasks.set_result(outcome)
+                self._names.set_result(outcome)
 
 
 class _Lane:
@@ -165,9 +165,8 @@ class _Lane:
                 if not verdict.raised:
                     break
             finally:
-                if not pending.keep_video:
-                    with suppress(FileNotFoundError):
-                        os.unlink(pending.job.video_path)
+                if not pending.keep_video and pending.job.leftover is not None:
+                    pending.job.leftover.unlink(missing_ok=True)
         return verdict
 
     def _ensure_scorer(self) -> ScorerProcess:
@@ -176,12 +175,12 @@ class _Lane:
         self._drop_scorer()
         try:
             self._scorer = ScorerProcess(self._settings, self._name, self._closed)
-            tasks = self._scorer.greet(self._timeouts.start_s)
+            names = self._scorer.greet(self._timeouts.start_s)
         except ScorerFailure as failure:
             self._drop_scorer()
             self._report_start(failure)
             raise
-        self._report_start(tasks)
+        self._report_start(names)
         return self._scorer
 
     def _drop_scorer(self) -> None:

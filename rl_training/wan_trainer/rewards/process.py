@@ -8,14 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import Pipe, reduction
 from pathlib import Path
 from typing import TypeVar
 
-from wan_trainer.rewards.messages import FAREWELL, REPLY_LIMIT, Greeting, ScoreJob, Verdict, one_line
+from wan_trainer.rewards.messages import FAREWELL, REPLY_LIMIT, Greeting, Job, Verdict, one_line
 
 POLL_S = 0.2
 """How often a wait looks up: for a cancelled pool, a death that left the pipe open, and the log's size."""
@@ -43,12 +43,18 @@ class ScorerFailure(Exception):
 
 @dataclass(frozen=True)
 class ScorerSettings:
-    """What scorer processes are started with. work_dir holds their logs and temporary files."""
+    """What scorer processes are started with.
 
-    evalkit_dir: Path
+    directory: their working directory. work_dir: holds their logs and temporary files. body: the module to
+    run, see `rewards.worker`; arguments: words for it. environment: variables of its own.
+    """
+
+    directory: Path
     work_dir: Path
     threads: int
-    easyocr_module_path: Path | None
+    body: str = "wan_trainer.rewards.evaluator_worker"
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def scorer_environment(settings: ScorerSettings) -> dict[str, str]:
@@ -58,9 +64,7 @@ def scorer_environment(settings: ScorerSettings) -> dict[str, str]:
     environment["CUDA_VISIBLE_DEVICES"] = ""
     environment["TMPDIR"] = str(settings.work_dir)
     environment["PYTHONUNBUFFERED"] = "1"  # a killed scorer's last words reach its log
-    if settings.easyocr_module_path is not None:
-        environment["EASYOCR_MODULE_PATH"] = str(settings.easyocr_module_path)
-    return environment
+    return {**environment, **settings.environment}
 
 
 class ScorerProcess:
@@ -83,15 +87,16 @@ class ScorerProcess:
             sys.executable,
             "-P",
             "-m",
-            "wan_trainer.rewards.worker",
+            settings.body,
             str(theirs.fileno()),
             str(os.getpid()),
+            *settings.arguments,
         ]
         try:
             with theirs, self._log_path.open("ab") as log:
                 self._process = subprocess.Popen(
                     command,
-                    cwd=settings.evalkit_dir,
+                    cwd=settings.directory,
                     env=scorer_environment(settings),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -114,13 +119,13 @@ class ScorerProcess:
         return self._process.poll() is None
 
     def greet(self, timeout_s: float) -> tuple[str, ...]:
-        """Wait until the evaluator is imported; its task names. Raises ScorerFailure."""
-        greeting = self._receive(Greeting.decode, timeout_s, "importing the evaluator")
+        """Wait until the body is loaded; what it can score. Raises ScorerFailure."""
+        greeting = self._receive(Greeting.decode, timeout_s, "importing it")
         if greeting.error is not None:
-            raise ScorerFailure(f"the evaluator does not import: {greeting.error}")
-        return greeting.tasks
+            raise ScorerFailure(f"it does not import: {greeting.error}")
+        return greeting.names
 
-    def score(self, job: ScoreJob, pixels: int, timeout_s: float) -> Verdict:
+    def score(self, job: Job, pixels: int, timeout_s: float) -> Verdict:
         """Score a job whose frames are in the file `pixels`. Raises ScorerFailure: kill the scorer then."""
         self._bound_log()
         try:

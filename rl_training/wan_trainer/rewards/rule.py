@@ -14,10 +14,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from wan_trainer.config.specs import RuleRewardSpec
-from wan_trainer.rewards.evalkit import check_checkout, match_tasks, unsupported_message, unusable
+from wan_trainer.rewards.evalkit import (
+    check_checkout,
+    evaluator_settings,
+    match_tasks,
+    unsupported_message,
+    unusable,
+)
 from wan_trainer.rewards.messages import ScoreJob, Verdict
 from wan_trainer.rewards.pool import START_TIMEOUT_S, ScorerPool, ScorerTimeouts
-from wan_trainer.rewards.process import ScorerFailure, ScorerSettings
+from wan_trainer.rewards.process import ScorerFailure
 from wan_trainer.rewards.scratch import Scratch
 from wan_trainer.types import RewardRequest, RewardResult, Sample, SampleId, UserError
 
@@ -106,18 +112,15 @@ class RuleReward:
         self._serial = 0
         self._scratch = Scratch(spec.tmp_dir, keep=spec.keep_tmp)
         self._pool = ScorerPool(
-            ScorerSettings(
-                evalkit_dir=spec.evalkit_dir,
-                work_dir=self._scratch.path,
-                threads=spec.threads_per_worker,
-                easyocr_module_path=spec.easyocr_module_path,
+            evaluator_settings(
+                spec.evalkit_dir, self._scratch.path, spec.threads_per_worker, spec.easyocr_module_path
             ),
             ScorerTimeouts(job_s=spec.timeout_s, start_s=start_timeout_s),
             workers=spec.workers,
             keep_videos=spec.keep_tmp,
         )
         try:
-            self._evaluator_tasks = self._pool.tasks()
+            self._evaluator_tasks = self._pool.names()
             self._composition = Composition(
                 weights=dict(spec.weights or ((SCORE, 1.0),)),
                 mean_of_dimensions=not spec.task_specific_only,
