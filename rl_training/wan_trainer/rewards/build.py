@@ -8,6 +8,8 @@ from typing import cast
 
 from wan_trainer.config.specs import OwnRewardSpec, PartSpec, RewardSpec, RuleRewardSpec
 from wan_trainer.rewards.composition import ComposedReward, NamedReward
+from wan_trainer.rewards.function import FunctionReward
+from wan_trainer.rewards.function_worker import is_scoring_function, scoring_function
 from wan_trainer.rewards.rule import RuleReward
 from wan_trainer.targets import construct, require_methods
 from wan_trainer.types import Reward
@@ -42,6 +44,9 @@ def build_reward(spec: RewardSpec, tasks: Collection[str]) -> Reward:
 def build_part(key: str, spec: PartSpec, tasks: Collection[str]) -> Reward:
     """One reward, by the type of its specification. key: the configuration key that names it."""
     if isinstance(spec, OwnRewardSpec):
+        if is_scoring_function(key, spec.target):
+            scoring_function(key, spec.target)  # what is wrong with it is said here, not by a process
+            return FunctionReward(key, spec)
         reward = construct(key, spec.target, tuple(tasks))
         require_methods(key, spec.target, reward, ["submit", "close"])
         return cast("Reward", reward)
