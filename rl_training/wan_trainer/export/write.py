@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 
 from wan_trainer.config.family import names_component, read_json_object
 from wan_trainer.export.experts import TrainedExpert, write_expert
@@ -91,6 +92,8 @@ def _whole(out: Path, source: Source, fill: Callable[[Path], Iterator[str]]) -> 
     """Fill a directory beside `out` and rename it, so that `out` is complete or not there."""
     if out.exists() or out.is_symlink():
         raise UserError(f"{out} exists: name a directory that is not there yet with --out")
+    if source.checkpoint.resolve() in out.resolve().parents:
+        raise UserError(f"{out} is in the checkpoint, which is to stay as it is: name another with --out")
     partial = out.with_name(f".{out.name}.{uuid.uuid4().hex}.partial")
     try:
         with _storage(out):
@@ -107,7 +110,7 @@ def _whole(out: Path, source: Source, fill: Callable[[Path], Iterator[str]]) -> 
 def _storage(out: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, CheckpointException) as error:
         raise UserError(f"{out} cannot be written ({first_line(error)}): choose another place") from error
 
 
