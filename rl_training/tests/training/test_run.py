@@ -18,10 +18,12 @@ from torch.distributed.tensor import DTensor
 from rl_training.tests.ranks import run_ranks
 from rl_training.tests.tiny_fixtures import TinyEvalkit
 from wan_trainer.algorithms.base import RunFailure
+from wan_trainer.cli.main import main
 from wan_trainer.config import load_with_sources
 from wan_trainer.data.dataset import load_dataset
 from wan_trainer.data.loader import batches
 from wan_trainer.distributed.mesh import init_mesh
+from wan_trainer.models.wan.directory import read_directory
 from wan_trainer.recording.clock import Clock
 from wan_trainer.recording.run_dir import NullRunLog
 from wan_trainer.rewards.evalkit import source_sha256
@@ -116,6 +118,12 @@ def test_a_run_ends_with_everything_a_reader_needs(recipe: Path, tmp_path: Path)
     record = json.loads((run / "run.json").read_text())
     assert (record["status"], record["exit_status"]) == ("finished", 0)
     assert record["final_checkpoint"]["step"] == 2 and record["final_checkpoint"]["verified"]
+    assert record["attention"]["backend"] == "native" and record["packages"]["torch"]
+    assert record["code"]["sources"] and record["evaluator"]["source_sha256"] and record["dataset"]["sha256"]
+    assert main(["verify", str(run)]) == 0
+    # The record leads to the model that the rest of a pipeline comes from.
+    assert main(["export", str(run), "--to", "diffusers", "--out", str(tmp_path / "exported")]) == 0
+    assert read_directory(tmp_path / "exported", "ti2v-5b").experts == ("transformer",)
     assert (run / "latest").read_text().strip() == "checkpoint-2"
     assert not list((tmp_path / "scratch").glob("scorer-*"))
 
