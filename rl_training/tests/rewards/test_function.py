@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from wan_trainer.config import trainer_root
 from wan_trainer.config.specs import OwnRewardSpec, Target
 from wan_trainer.rewards.build import build_part
 from wan_trainer.rewards.function import FunctionReward
@@ -135,3 +137,11 @@ def test_a_function_that_loads_only_here_is_refused(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UserError, match=r"needs a GPU.*in a process of its own, without a GPU"):
         build(f"{fickle}.score")
+
+
+def test_the_code_on_the_page_is_the_examples() -> None:
+    root = trainer_root()
+    page = (root.parent / "docs" / "rewards.md").read_text(encoding="utf-8")
+    ((name, code),) = re.findall(r"```python\n# (my_rewards\.py)\n(.*?)```", page, re.DOTALL)
+    example = root / "examples" / "own_reward" / name
+    assert code.strip() in example.read_text(encoding="utf-8")
