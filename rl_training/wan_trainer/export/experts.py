@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -89,6 +90,8 @@ def write_expert(out: Path, expert: TrainedExpert, dtype: torch.dtype | None) ->
                 tensors[name] = tensor.to(torch.float32 if keep else dtype).contiguous()
         total += sum(tensor.nbytes for tensor in tensors.values())
         save_file(tensors, out / file.name, metadata={"format": "pt"})
+        # safetensors lets nobody but the owner read what it writes.
+        shutil.copymode(out / "config.json", out / file.name)
     for index in expert.base.component.glob(f"*{_INDEX_SUFFIX}"):
         value = json.loads(index.read_bytes())
         value["metadata"] = {**value.get("metadata", {}), "total_size": total}

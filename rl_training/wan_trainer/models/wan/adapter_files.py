@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,8 @@ def _save(path: Path, prefix: str, tensors: Mapping[str, torch.Tensor], metadata
     }
     assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in named), sorted(named)[:3]
     save_file(named, path, metadata={"format": "pt", **metadata})
+    # safetensors lets nobody but the owner read what it writes.
+    shutil.copymode(path.parent / PEFT_CONFIG, path)
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
