@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from io import BytesIO
 from pathlib import Path
 
 import av
@@ -96,22 +97,49 @@ def write_video(
     the same frames give the same bytes with the same libraries; threads=0 lets x264 use every core. No colour
     tag is written: readers that ignore tags (OpenCV) and readers that honour them then agree.
     """
+    _check_writable(str(path), frames, fps)
+    with replacing(path) as temporary:
+        _encode(str(temporary), frames, fps, crf, preset, threads)
+
+
+def encode_video(
+    frames: np.ndarray,
+    fps: float | Fraction,
+    *,
+    crf: float = 18,
+    preset: str = "medium",
+    threads: int = 1,
+) -> bytes:
+    """The MP4 that `write_video` would write, as bytes: no file is touched."""
+    _check_writable("video", frames, fps)
+    target = BytesIO()
+    _encode(target, frames, fps, crf, preset, threads)
+    return target.getvalue()
+
+
+def _check_writable(name: str, frames: np.ndarray, fps: float | Fraction) -> None:
     assert frames.dtype == np.uint8 and frames.ndim == 4 and frames.shape[3] == 3, (
         frames.dtype,
         frames.shape,
     )
     count, height, width, _ = frames.shape
     if count == 0 or height == 0 or width == 0:
-        raise UserError(f"{path}: cannot write a video of shape {frames.shape}; no axis may be empty")
+        raise UserError(f"{name}: cannot write a video of shape {frames.shape}; no axis may be empty")
     if height % 2 or width % 2:
         even = f"{height + height % 2}x{width + width % 2}"
-        raise UserError(f"{path}: {height}x{width} (height x width) is odd, yuv420p needs even; use {even}")
+        raise UserError(f"{name}: {height}x{width} (height x width) is odd, yuv420p needs even; use {even}")
     if not fps > 0:
-        raise UserError(f"{path}: cannot write a video at {fps} frames a second; use a positive rate")
+        raise UserError(f"{name}: cannot write a video at {fps} frames a second; use a positive rate")
+
+
+def _encode(
+    target: str | BytesIO, frames: np.ndarray, fps: float | Fraction, crf: float, preset: str, threads: int
+) -> None:
     rate = Fraction(fps).limit_denominator(1001)
-    with replacing(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
+    with av.open(target, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=rate, options={"crf": str(crf), "preset": preset})
-        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        _, stream.height, stream.width, _ = frames.shape
+        stream.pix_fmt = "yuv420p"
         stream.codec_context.thread_count = threads
         stream.codec_context.time_base = 1 / rate
         for index, pixels in enumerate(frames):
