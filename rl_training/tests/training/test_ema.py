@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from rl_training.tests.ranks import run_ranks
 from rl_training.tests.training.test_optimizer import SPEC
 from wan_trainer.distributed.mesh import Mesh, init_mesh
-from wan_trainer.training.checkpoint import TrainState, load_checkpoint, save_checkpoint, verify_checkpoint
+from wan_trainer.recording.manifest import verify_checkpoint
+from wan_trainer.training.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from wan_trainer.training.ema import Ema
 from wan_trainer.training.optimizer import Updater, build_optimizer
 

@@ -80,10 +80,13 @@ def gather_objects[T](mesh: Mesh, value: T) -> list[T]:
     return gather_from_every_rank(mesh, value)[:: mesh.tp_size]
 
 
-def gather_from_every_rank[T](mesh: Mesh, value: T) -> list[T]:
-    """The values of all ranks of the run, tensor-parallel peers included, in rank order, on every rank."""
+def gather_from_every_rank[T](mesh: Mesh, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The values of all ranks of the run, tensor-parallel peers included, in rank order, on every rank.
+
+    group: all ranks, in a group of its own when another thread than training asks.
+    """
     gathered: list[T | None] = [None] * mesh.world
-    dist.all_gather_object(gathered, value)
+    dist.all_gather_object(gathered, value, group=group)
     values = [item for item in gathered if item is not None]
     assert len(values) == mesh.world
     return values
@@ -152,8 +155,8 @@ def from_first_rank[T](mesh: Mesh, function: Callable[[], T]) -> T:
     return cast(T, outcome[0])
 
 
-def on_every_rank[T](mesh: Mesh, function: Callable[[], T]) -> T:
-    """What `function()` returns on this rank; it must not communicate.
+def on_every_rank[T](mesh: Mesh, function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """What `function()` returns on this rank; it must not communicate. group: as in `gather_from_every_rank`.
 
     Raises SharedUserError on every rank as soon as one rank raises a UserError: the others would otherwise
     wait for it in the next collective.
@@ -165,7 +168,7 @@ def on_every_rank[T](mesh: Mesh, function: Callable[[], T]) -> T:
     except UserError as error:
         problems = error.problems
     everywhere: list[tuple[str, ...]] = [()] * mesh.world
-    dist.all_gather_object(everywhere, problems)
+    dist.all_gather_object(everywhere, problems, group=group)
     lines = dict.fromkeys(line for part in everywhere for line in part)
     if lines:
         raise SharedUserError(*lines)

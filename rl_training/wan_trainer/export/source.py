@@ -14,11 +14,10 @@ from wan_trainer.recording.jsonl import Json
 from wan_trainer.recording.manifest import Manifest, checkpoint_at, verify_checkpoint
 from wan_trainer.recording.run_dir import RunFiles
 from wan_trainer.recording.run_record import read_run_record
-from wan_trainer.training.stored_state import StoredState
+from wan_trainer.training.stored_state import ADAPTERS, StoredState
 from wan_trainer.types import UserError
 
 Section = Literal["model", "ema"]
-ADAPTERS = "lora"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from wan_trainer.config import contract_changes
-from wan_trainer.training.checkpoint import TrainState, latest_checkpoint, read_train_state, verify_checkpoint
+from wan_trainer.recording.manifest import latest_checkpoint, verify_checkpoint
+from wan_trainer.training.checkpoint import TrainState, read_train_state
 from wan_trainer.types import UserError
 
 

@@ -26,14 +26,11 @@ from wan_trainer.distributed.collectives import (
 )
 from wan_trainer.distributed.mesh import Mesh, init_mesh
 from wan_trainer.recording.identity import code_digest
+from wan_trainer.recording.manifest import latest_checkpoint, verify_checkpoint
 from wan_trainer.recording.run_dir import RunFiles
 from wan_trainer.recording.run_record import FinalCheckpoint, RunRecord
 from wan_trainer.targets import make_importable, source_digests
 from wan_trainer.topology import resolve_topology
-from wan_trainer.training.checkpoint import (
-    latest_checkpoint,
-    verify_checkpoint,
-)
 from wan_trainer.training.openings import try_openings
 from wan_trainer.training.run_lock import RunLock
 from wan_trainer.training.session import train_on

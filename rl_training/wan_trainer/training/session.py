@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 
@@ -19,6 +20,7 @@ from wan_trainer.distributed.collectives import (
     on_every_rank,
 )
 from wan_trainer.distributed.mesh import Mesh
+from wan_trainer.models.wan.adapter_files import adapter_configs
 from wan_trainer.recording.clock import Clock
 from wan_trainer.recording.console import console_for
 from wan_trainer.recording.opening import open_run_log
@@ -27,7 +29,7 @@ from wan_trainer.recording.tracking import stored_run_id
 from wan_trainer.rewards.build import build_reward
 from wan_trainer.topology import FAMILIES, Topology, assign, total_batches
 from wan_trainer.training.assembly import Model, build_grpo, build_model, build_updater
-from wan_trainer.training.checkpoint import TrainState, load_checkpoint, save_checkpoint
+from wan_trainer.training.checkpoint import CheckpointWriter, TrainState, load_checkpoint
 from wan_trainer.training.expert_coverage import ExpertCoverage, learning_experts
 from wan_trainer.training.loop import Boundaries, run_loop
 from wan_trainer.training.observer import RunObserver
@@ -67,6 +69,9 @@ def train_on(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collect
             "trained. Raise max_steps or num_epochs to continue it."
         )
         return EXIT_DONE
+    # Before the minutes of loading: a signal to one rank then is not the end of that rank alone.
+    stop = AgreedStop(mesh)
+    stop.install()
     with ExitStack() as stack:
         # The scorers start first: they load while the model does.
         reward = on_every_rank(mesh, lambda: _scorers(spec, mesh, work.dataset, stack))
@@ -76,7 +81,10 @@ def train_on(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collect
         if mesh.rank == 0:
             record.start(run_facts(start, mesh, work.dataset, model, work.done))
         announce(console, start, model, work.resume, work.total)
-        return _train(mesh, start, work, model, reward, console)
+        if stop.requested():
+            console.print("stopped before the first batch; the same command continues from there")
+            return EXIT_STOPPED
+        return _train(mesh, start, work, model, reward, stop, console)
 
 
 def _find_work(mesh: Mesh, start: Start, allow_changed: Collection[str]) -> Work:
@@ -111,7 +119,13 @@ def _scorers(spec: RunSpec, mesh: Mesh, dataset: Dataset, stack: ExitStack) -> R
 
 
 def _train(
-    mesh: Mesh, start: Start, work: Work, model: Model, reward: Reward | None, console: Console
+    mesh: Mesh,
+    start: Start,
+    work: Work,
+    model: Model,
+    reward: Reward | None,
+    stop: AgreedStop,
+    console: Console,
 ) -> int:
     spec, topology, resume = start.spec, start.topology, work.resume
     log = open_run_log(
@@ -121,8 +135,10 @@ def _train(
         config=public_values(start.loaded.config),
         total_batches=work.total,
         start_batch=work.done,
+        tracked_id=resume.state.wandb_id if resume is not None else None,
     )
     status = EXIT_FAILURE
+    open_parts = ExitStack()
     try:
         clock = Clock(mesh.rank)
         updater = build_updater(spec, model, work.total, 0 if resume is None else resume.state.updates)
@@ -143,6 +159,14 @@ def _train(
             policy_version=0 if resume is None else resume.state.policy_version,
         )
         coverage = ExpertCoverage(learning_experts(model.policy))
+        writer = CheckpointWriter(
+            spec.output.output_dir,
+            mesh,
+            keep=spec.output.keep_checkpoints,
+            adapters=adapter_configs(model.policy.experts, spec.model.path),
+            clock=clock,
+        )
+        open_parts.callback(writer.close)
 
         def keep_spans() -> None:
             for spans in gather_from_every_rank(mesh, clock.drain()):
@@ -156,20 +180,19 @@ def _train(
 
         def save(seen: int) -> None:
             with clock.span("save", seen - 1):
-                path = save_checkpoint(
-                    spec.output.output_dir,
-                    _state(start, mesh, work, seen, updater.updates, algorithm.policy_version),
-                    model.policy,
-                    model.optimizer,
-                    mesh,
-                    keep=spec.output.keep_checkpoints,
-                    ema=model.ema,
-                )
+                said(writer.wait())
+                state = _state(start, mesh, work, seen, updater.updates, algorithm.policy_version)
+                writer.start(state, model.policy, model.optimizer, model.ema)
             keep_spans()
-            console.print(f"saved {path}")
 
-        stop = AgreedStop(mesh)
-        stop.install()
+        def said(path: Path | None) -> None:
+            if path is not None:
+                console.print(f"saved {path}")
+
+        def at_safe_point() -> bool:
+            said(writer.poll())
+            return stop.requested()
+
         finished = run_loop(
             _batches(spec, topology, mesh, work),
             ReplayScheduler(algorithm.prepare, algorithm.update, spec.grpo.depth),
@@ -182,8 +205,10 @@ def _train(
             ),
             record=keep_record,
             save=save,
-            stop_requested=stop.requested,
+            stop_requested=at_safe_point,
         )
+        said(writer.wait())
+        keep_spans()
         status = EXIT_DONE if finished else EXIT_STOPPED
         if finished:
             for warning in coverage.close():
@@ -193,6 +218,7 @@ def _train(
             console.print("stopped after saving; the same command continues from there")
         return status
     finally:
+        open_parts.close()
         log.close(status)
 
 
