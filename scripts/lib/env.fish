@@ -143,3 +143,35 @@ function wan_trainer_preflight --description 'wan-trainer validate; on several m
     end
     return 0
 end
+
+function wan_trainer_begin --argument-names launcher --description 'All that comes before torchrun; ends the launcher where it must end'
+    wan_trainer_help $argv; and exit 0
+    wan_trainer_locate $launcher; or exit 2
+    wan_trainer_arguments $argv[2..]; or exit 2
+    wan_trainer_rendezvous; or exit 2
+    wan_trainer_environment
+    wan_trainer_preflight; or exit $status
+    test "$WAN_TRAINER_TRITON_PREFLIGHT_ONLY" = 1; and rm -f $wan_trainer_facts; and exit 0
+    set -g wan_trainer_output_dir (wan_trainer_fact output_dir)
+    set -g wan_trainer_judge_url (wan_trainer_fact judge_url)
+    set -g wan_trainer_judge_model (wan_trainer_fact judge_model)
+    set -l timeout_s (wan_trainer_fact rendezvous_timeout_s)
+    rm -f $wan_trainer_facts
+    # What trains on this machine. A launcher execs it: a signal to the launcher must reach the ranks.
+    set -g wan_trainer_training $wan_trainer_python -m wan_trainer.preflight.supervise \
+        --output-dir $wan_trainer_output_dir -- $wan_trainer_python -m wan_trainer.preflight.agent \
+        --nnodes $WORLD_SIZE --node-rank $RANK --nproc-per-node $wan_trainer_nproc \
+        --master-addr $MASTER_ADDR --master-port $MASTER_PORT --rdzv-conf timeout=$timeout_s --max-restarts 0 \
+        --module wan_trainer.cli.train --config $wan_trainer_config $wan_trainer_overrides
+    return 0
+end
+
+function wan_trainer_number --argument-names name fallback pattern rule --description 'A number from the environment, or a default'
+    set -l value $fallback
+    test -n "$$name"; and set value $$name
+    if not string match -qr "^$pattern\$" -- $value
+        wan_trainer_error "$name is '$value'; set $rule"
+        return 2
+    end
+    echo $value
+end

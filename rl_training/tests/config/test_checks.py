@@ -12,6 +12,7 @@ SHARED = {"grpo_shared_prompt_batch": True, "batch_size": 32}
 
 OWN = {"_target_": "mine.rewards.brightness"}
 JUDGE = {"vlm_reward_model": "judge", "vlm_reward_prompt_mode": "custom"}
+ALONE = {"reward": "judge", **JUDGE}
 BOTH = {"grpo_reward_fn": ["vbvr_rule", "vbvr_vlm"], **JUDGE}
 
 CASES = [
@@ -104,6 +105,18 @@ CASES = [
         BOTH | {"reward_weights": {"vbvr_rule": 1, "vbvr_vlm": 1}, "vlm_reward_fail_on_error": True},
         ["vbvr_reward_fail_on_error", "set both alike"],
     ),
+    (ALONE | {"vlm_reward_base_url": "127.0.0.1:18080"}, ["vlm_reward_base_url", "plain address"]),
+    (
+        ALONE | {"vlm_reward_base_url": "http://me:secret@judge/v1"},
+        ["vlm_reward_base_url", "vlm_reward_api_key"],
+    ),
+    (ALONE | {"vlm_reward_base_url": "http://judge:port/v1"}, ["vlm_reward_base_url", "plain address"]),
+    (ALONE | {"vlm_reward_score_max": 10}, ["vlm_reward_score_max", "generic rubric", "use 100"]),
+    (ALONE | {"vlm_reward_error_score": 101}, ["vlm_reward_error_score", "use 0 to 100"]),
+    (
+        ALONE | {"vlm_reward_error_score": 0, "vlm_reward_fail_on_error": True},
+        ["vlm_reward_fail_on_error", "leaves none"],
+    ),
 ]
 
 
@@ -115,6 +128,7 @@ def test_a_contradiction_is_one_line(load, values, fragments):
     assert len(lines) == (3 if values == BOTH else 1), lines
     for fragment in fragments:
         assert fragment in lines[0]
+    assert "secret" not in lines[0]
 
 
 @pytest.mark.parametrize(

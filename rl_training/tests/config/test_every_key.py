@@ -144,7 +144,10 @@ CHANGES = {
     "vlm_reward_max_new_tokens": (10, {}),
     "vlm_reward_image_max_edge": (64, {}),
     "vlm_reward_jpeg_quality": (50, {}),
-    "vlm_reward_score_max": (10.0, {}),
+    "vlm_reward_score_max": (
+        10.0,
+        {"vlm_reward_prompt_mode": "task_specific", "vlm_reward_prompt_dir": "storage/rubrics"},
+    ),
     "vlm_reward_use_structured_output": (True, {}),
     "vlm_reward_validate_service": (False, {}),
     "vlm_reward_fail_on_error": (True, {}),

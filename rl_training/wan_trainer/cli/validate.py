@@ -87,6 +87,9 @@ def write_facts(path: Path, spec: RunSpec) -> None:
         "output_dir": spec.output.output_dir,
         "rendezvous_timeout_s": math.ceil(spec.rendezvous_timeout_s),
     }
+    judge = spec.reward.judge
+    if judge is not None:
+        facts |= {"judge_url": judge.base_url, "judge_model": judge.model}
     path.write_text("".join(f"{key}={value}\n" for key, value in facts.items()), encoding="utf-8")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from wan_trainer.config.reward_choice import JUDGE, uses
-
 if TYPE_CHECKING:
     from wan_trainer.config.schema import GrpoConfig
 
@@ -68,8 +66,6 @@ def unbuilt(config: GrpoConfig) -> list[str]:
         config.base_lora is not None,
         f"base_lora: {config.base_lora}: merging an adapter is not built; use --base_lora null",
     )
-    judge = uses(config, JUDGE)
-    refuse(judge, "grpo_reward_fn: vbvr_vlm is not built; use a recipe with grpo_reward_fn: vbvr_rule")
     refuse(
         config.eval_steps > 0,
         f"eval_steps: {config.eval_steps}: evaluation in training is not built; use --eval_steps 0",

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from wan_trainer.config.reward_choice import BUILT_IN, JUDGE, RULE, label, monitored, trained, uses
 from wan_trainer.config.rules import Problem, changed_keys, refuse
 
 if TYPE_CHECKING:
     from wan_trainer.config.schema import GrpoConfig
+
+CUSTOM_SCORE_MAX = 100
+"""Full mark of the rubric that comes with vlm_reward_prompt_mode: custom."""
 
 
 def reward_rules(config: GrpoConfig) -> Iterator[Problem]:
@@ -120,3 +124,41 @@ def _judge_reward(config: GrpoConfig) -> Iterator[Problem]:
             "--vlm_reward_prompt_mode custom",
             "vlm_reward_prompt_mode",
         )
+    if not _is_plain_address(config.vlm_reward_base_url):
+        # Not shown: what stands before the host may be a password.
+        yield refuse(
+            "vlm_reward_base_url",
+            "is not the plain address of an endpoint; write one such as http://127.0.0.1:18080/v1, and a key "
+            "as vlm_reward_api_key",
+        )
+    full, error_score = config.vlm_reward_score_max, config.vlm_reward_error_score
+    if config.vlm_reward_prompt_mode == "custom" and full != CUSTOM_SCORE_MAX:
+        yield refuse(
+            "vlm_reward_score_max",
+            f"{full:g} is not the full mark of the generic rubric; use {CUSTOM_SCORE_MAX}, or "
+            "vlm_reward_prompt_mode: task_specific with rubrics of your own",
+            "vlm_reward_prompt_mode",
+        )
+    if error_score is not None and not 0 <= error_score <= full:
+        yield refuse(
+            "vlm_reward_error_score",
+            f"{error_score:g} is no score of a rubric of {full:g}; use 0 to {full:g}, or null for missing",
+            "vlm_reward_score_max",
+        )
+    if error_score is not None and config.vlm_reward_fail_on_error and JUDGE in trained(config):
+        yield refuse(
+            "vlm_reward_fail_on_error",
+            f"true waits for a missing reward, and vlm_reward_error_score {error_score:g} leaves none; use "
+            "null there, or false here",
+            "vlm_reward_error_score",
+        )
+
+
+def _is_plain_address(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        plain = url.port is None or url.port > 0
+    except ValueError:
+        return False
+    extra = url.username or url.password or url.query or url.fragment
+    return plain and url.scheme in ("http", "https") and bool(url.hostname) and not extra

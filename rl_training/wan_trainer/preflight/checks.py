@@ -15,6 +15,7 @@ from wan_trainer.models.wan.directory import check_directory
 from wan_trainer.preflight.cuda import cuda_devices
 from wan_trainer.preflight.finding import Finding
 from wan_trainer.preflight.inputs import check_clip_length, check_dataset, check_evaluator, check_queue
+from wan_trainer.preflight.judge import check_judge
 from wan_trainer.preflight.kernels import check_kernels
 from wan_trainer.preflight.machine import check_accelerator, check_disk
 from wan_trainer.preflight.network import check_rendezvous
@@ -63,7 +64,8 @@ def run_checks(
         heads = check_heads(shape, spec.parallel.tensor_parallel_size)
         problems += [Finding(heads)] if heads else []
     problems += check_openings(spec)
-    problems += check_inputs(spec, topology, needs_image=family is not None and FAMILIES[family].needs_image)
+    needs_image = family is not None and FAMILIES[family].needs_image
+    problems += check_inputs(spec, topology, env, needs_image=needs_image)
     problems += check_accelerator(spec.device, nproc, env, stated=config.device)
     problems += check_kernels(spec.model, head_dim, env)
     if not model_lines:
@@ -71,7 +73,9 @@ def run_checks(
     return problems + check_network(nodes, rank, env)
 
 
-def check_inputs(spec: RunSpec, topology: Topology | None, *, needs_image: bool) -> list[Finding]:
+def check_inputs(
+    spec: RunSpec, topology: Topology | None, env: Mapping[str, str], *, needs_image: bool
+) -> list[Finding]:
     """Dataset and reward, and what each asks of the other."""
     problems, tasks = check_dataset(spec.data, needs_image=needs_image)
     rule = spec.reward.rule
@@ -81,6 +85,9 @@ def check_inputs(spec: RunSpec, topology: Topology | None, *, needs_image: bool)
         if topology is not None:
             problems += check_queue(rule, topology, spec.grpo.depth)
             problems.append(count_scorers(rule, topology))
+    judge = spec.reward.judge
+    if judge is not None:
+        problems += check_judge(judge, tasks, topology, spec.grpo.depth, env)
     for key, own in spec.reward.own.items():
         problems += check_own_reward(key, own, tasks)
     return problems

@@ -50,5 +50,9 @@ def build_part(key: str, spec: PartSpec, tasks: Collection[str]) -> Reward:
         reward = construct(key, spec.target, tuple(tasks))
         require_methods(key, spec.target, reward, ["submit", "close"])
         return cast("Reward", reward)
-    assert isinstance(spec, RuleRewardSpec), "`config.unbuilt` refuses the judge"
-    return RuleReward(spec, tasks)
+    if isinstance(spec, RuleRewardSpec):
+        return RuleReward(spec, tasks)
+    # The client of the judge takes a second to import; runs without a judge do not wait for it.
+    from wan_trainer.rewards.judge import VlmReward  # noqa: PLC0415
+
+    return VlmReward(spec, tasks)
