@@ -17,13 +17,16 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[3]
 LAUNCHER = REPOSITORY / "scripts" / "train" / "grpo_multinode.fish"
 
-# validate and torchrun are answered here; everything else (the supervisor) runs for real.
+# validate, probe-judge and torchrun are answered here; everything else (the supervisor) runs for real.
 STUB = """#!{python}
 import json, os, subprocess, sys
 arguments = sys.argv[1:]
 record = {{"argv": arguments, "cwd": os.getcwd(), "env": dict(os.environ)}}
 out = {out!r}
 module = arguments[1] if arguments[:1] == ["-m"] else ""
+if arguments[1:3] == ["wan_trainer.cli.main", "probe-judge"]:
+    json.dump(record, open(out + "/probe.json", "w"))
+    sys.exit(int(os.environ.get("STUB_PROBE_STATUS", "0")))
 if module == "wan_trainer.cli.main":
     json.dump(record, open(out + "/validate.json", "w"))
     facts = arguments[arguments.index("--facts") + 1]
@@ -51,7 +54,11 @@ class Launch:
     def environment(self, **extra: str) -> dict[str, str]:
         """The caller's environment without a rendezvous, plus `extra`."""
         names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "OMP_NUM_THREADS", "KERNELS_CACHE")
-        kept = {name: value for name, value in os.environ.items() if name not in names}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in names and not name.startswith("WAN_TRAINER_VLM_")
+        }
         return {**kept, "WAN_TRAINER_PYTHON": str(self.python), **extra}
 
     def run(
@@ -68,9 +75,9 @@ class Launch:
             check=False,
         )
 
-    def start(self, *arguments: str, **env: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, launcher: Path = LAUNCHER, **env: str) -> subprocess.Popen[str]:
         """Start the launcher and return at once."""
-        command = ["fish", str(LAUNCHER), *arguments]
+        command = ["fish", str(launcher), *arguments]
         return subprocess.Popen(command, env=self.environment(**env), stderr=subprocess.PIPE, text=True)
 
     def record(self, name: str) -> dict:
