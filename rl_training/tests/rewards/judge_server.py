@@ -25,6 +25,8 @@ import numpy as np
 from PIL import Image
 
 MODEL = "tiny-judge"
+TRIAL = "Nothing happens."
+"""The instruction of the verdict that a run asks for at its start."""
 INSTRUCTION = re.compile(r"<instruction>\n(.*)\n</instruction>", re.DOTALL)
 SCHEMA = "JSON schema:\n"
 
@@ -125,9 +127,14 @@ class JudgeServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, replies: dict[str, Reply] | None = None, expected: Expected | None = None) -> None:
+    def __init__(
+        self,
+        replies: dict[str, Reply] | None = None,
+        expected: Expected | None = None,
+        model: str = MODEL,
+    ) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.replies, self.expected = replies or {}, expected
+        self.replies, self.expected, self.model = replies or {}, expected, model
         self.violations: list[str] = []
         self.seen: list[Seen] = []
         self.counts: Counter[str] = Counter()
@@ -153,7 +160,7 @@ class JudgeServer(ThreadingHTTPServer):
 
     def check(self, seen: Seen) -> None:
         """Note what is wrong with a request."""
-        if self.expected is None:
+        if self.expected is None or seen.instruction == TRIAL:
             return
         if (len(seen.frames), seen.fps) != (self.expected.frames, self.expected.fps):
             self.violations.append(f"{len(seen.frames)} frames at {seen.fps} a second")
@@ -174,7 +181,7 @@ class Handler(BaseHTTPRequestHandler):
         """Quiet."""
 
     def do_GET(self) -> None:
-        models = {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
+        models = {"object": "list", "data": [{"id": self.server.model, "object": "model"}]}
         body = b"" if self.path == "/health" else json.dumps(models).encode()
         self.reply(200 if self.path in ("/health", "/v1/models") else 404, body)
 
@@ -182,7 +189,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server = self.server
         try:
-            assert self.path == "/v1/chat/completions" and body["model"] == MODEL
+            assert self.path == "/v1/chat/completions" and body["model"] == server.model
             seen = read_request(body)
         except (AssertionError, KeyError, ValueError, OSError) as error:
             server.violations.append(repr(error))

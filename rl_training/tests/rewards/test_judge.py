@@ -295,13 +295,12 @@ def test_criteria_can_be_weighed_where_every_rubric_has_them(serve, make, ask):
 
 
 def test_a_service_is_tried_before_the_run_and_its_first_answers_are_logged(serve, make, ask, caplog):
-    server = serve(**{"Nothing happens.": judges.status(404, "no such model")})
+    server = serve(**{judges.TRIAL: judges.status(404, "no such model")})
     with pytest.raises(UserError, match=r"vlm_reward_base_url: .*no such model.*probe-judge"):
         make(server, validate_service=True)
     with pytest.raises(UserError, match="vlm_reward_base_url"):
         make("http://127.0.0.1:9/v1", validate_service=True)
     server = serve()
-    server.expected = None
     reward = make(server, validate_service=True, log_first_n=2)
     assert len(server.seen) == 1
     reward.submit(clips(*[0.5] * 4), [ask("good", member) for member in range(4)]).result()

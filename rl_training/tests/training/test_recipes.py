@@ -1,23 +1,25 @@
 """The four reference recipes train: nothing of them is overridden but paths, sizes and the device.
 
-The topologies are small ones with the structure of the production runs. The judge of the VLM recipe is
-replaced by the rule reward; its waves, delay and layout are its own.
+The topologies are small ones with the structure of the production runs. The judge of the VLM recipe is a
+service on loopback that speaks the OpenAI API.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from rl_training.tests.ranks import run_ranks
+from rl_training.tests.rewards.judge_server import TRIAL, Expected, JudgeServer
 from rl_training.tests.tiny_fixtures import TinyEvalkit
-from rl_training.tests.training.runs import rows, run, write_recipe
+from rl_training.tests.training.runs import rows, run
 from wan_trainer.config import trainer_root
+from wan_trainer.rewards.judge_rubric import rubrics_sha256
 from wan_trainer.types import EXIT_DONE
 
 pytestmark = pytest.mark.slow
@@ -31,18 +33,12 @@ def _train(recipe: str, overrides: list[str], ranks_per_node: int) -> Any:
     return run(recipe, overrides)
 
 
-def _recipe(name: str, scratch: Path) -> str:
-    """The recipe's own file, or, for the VLM recipe, a copy whose judge gave way to the rule reward."""
-    path = trainer_root() / "configs" / f"{name}.yaml"
-    values = yaml.safe_load(path.read_text())
-    if values["grpo_reward_fn"] == "vbvr_rule":
-        return str(path)
-    kept = {key: value for key, value in values.items() if not key.startswith("vlm_")}
-    return str(write_recipe(scratch / "rule.yaml", kept | {"grpo_reward_fn": "vbvr_rule"}))
+def _recipe(name: str) -> str:
+    return str(trainer_root() / "configs" / f"{name}.yaml")
 
 
 @pytest.fixture
-def small(tmp_path: Path, tiny_dataset: Path, tiny_evalkit: TinyEvalkit) -> list[str]:
+def small(tmp_path: Path, tiny_dataset: Path) -> list[str]:
     """Paths and sizes that every recipe needs."""
     values = {
         "device": "cpu",
@@ -58,13 +54,41 @@ def small(tmp_path: Path, tiny_dataset: Path, tiny_evalkit: TinyEvalkit) -> list
         "grpo_sample_batch_size": 1,
         "grpo_train_sample_batch_size": 1,
         "grpo_num_sampling_steps": 6,
-        "vbvr_reward_evalkit_dir": tiny_evalkit.directory,
-        "vbvr_reward_evalkit_source_sha256": tiny_evalkit.sha256,
-        "vbvr_reward_tmp_dir": tmp_path / "scratch",
-        "vbvr_reward_cpu_workers": 1,
-        "vbvr_reward_cpu_threads_per_worker": 1,
     }
-    return [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    return _flags(**values)
+
+
+@pytest.fixture
+def rule(tmp_path: Path, tiny_evalkit: TinyEvalkit) -> list[str]:
+    """Paths and sizes of the rule reward."""
+    return _flags(
+        vbvr_reward_evalkit_dir=tiny_evalkit.directory,
+        vbvr_reward_evalkit_source_sha256=tiny_evalkit.sha256,
+        vbvr_reward_tmp_dir=tmp_path / "scratch",
+        vbvr_reward_cpu_workers=1,
+        vbvr_reward_cpu_threads_per_worker=1,
+        vbvr_reward_easyocr_module_path=tmp_path,
+    )
+
+
+@pytest.fixture
+def judge(tmp_path: Path, tiny_dataset: Path) -> Iterator[tuple[JudgeServer, list[str]]]:
+    """A judge under the recipe's own model name, and where it and the tasks' rubrics are."""
+    rubrics = tmp_path / "rubrics"
+    rubrics.mkdir()
+    for task in (tiny_dataset.parent / "raw").iterdir():
+        text = "---\ncriteria: {light: 70, calm: 30}\n---\nHow bright is it?\n"
+        (rubrics / f"{task.name}.md").write_text(text)
+    server = JudgeServer(expected=Expected(frames=9, fps=16, longest_edge=512), model="qwen3.6-27b")
+    yield (
+        server,
+        _flags(
+            vlm_reward_base_url=server.url,
+            vlm_reward_prompt_dir=rubrics,
+            vlm_reward_prompt_sha256=rubrics_sha256(rubrics),
+        ),
+    )
+    server.stop()
 
 
 def _flags(**values: object) -> list[str]:
@@ -83,36 +107,59 @@ def _outcome(run_dir: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return metrics, record
 
 
-@pytest.mark.parametrize("recipe", ["train_rl_5b_cps", "train_rl_5b_sde", "train_rl_5b_vlm"])
-def test_the_5b_recipes_train_with_ranks_that_share_prompts_on_two_nodes(
-    recipe: str, small: list[str], tmp_path: Path, tiny_ti2v: Path
-) -> None:
-    judge = recipe.endswith("vlm")
-    prompts = 4 if judge else 2
-    overrides = _flags(
-        model_path=tiny_ti2v,
-        batch_size=prompts,
-        expected_global_prompts=prompts,
-        grpo_shared_prompt_microbatch_size=2,
-    )
-    if not judge:
-        overrides += _flags(vbvr_reward_easyocr_module_path=tmp_path)
+def _train_5b(
+    recipe: str, prompts: int, flags: list[str], run_dir: Path
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A 5B recipe on two nodes whose ranks share prompts: its metrics and record."""
+    sizes = _flags(batch_size=prompts, expected_global_prompts=prompts, grpo_shared_prompt_microbatch_size=2)
+    assert run_ranks(RANKS, _train, _recipe(recipe), [*flags, *sizes], 2) == [EXIT_DONE] * RANKS
 
-    path = _recipe(recipe, tmp_path)
-    assert run_ranks(RANKS, _train, path, [*small, *overrides], 2) == [EXIT_DONE] * RANKS
-
-    metrics, record = _outcome(tmp_path / "run")
-    # Delayed, and drained at the end of each epoch, which four prompts a batch reach twice.
-    assert [row["policy_age"] for row in metrics] == ([0, 1, 0, 1] if judge else [0, 1, 1, 1])
+    metrics, record = _outcome(run_dir)
     topology = record["topology"]
     assert (topology["dp_replicate"], topology["dp_shard"], topology["tp"]) == (2, 2, 1)
     assert topology["prompts"] == prompts and topology["waves"] == prompts // 2
     assert topology["rollouts_per_rank_wave"] * RANKS == 2 * 2, "two ranks hold one prompt's group"
+    return metrics, record
+
+
+@pytest.mark.parametrize("recipe", ["train_rl_5b_cps", "train_rl_5b_sde"])
+def test_the_5b_rule_recipes_train_with_ranks_that_share_prompts_on_two_nodes(
+    recipe: str, small: list[str], rule: list[str], tmp_path: Path, tiny_ti2v: Path
+) -> None:
+    flags = [*small, *rule, *_flags(model_path=tiny_ti2v)]
+    metrics, record = _train_5b(recipe, 2, flags, tmp_path / "run")
+    assert [row["policy_age"] for row in metrics] == [0, 1, 1, 1]
     assert record["sampler"]["kind"] == ("dancegrpo" if recipe.endswith("sde") else "flowcps")
 
 
+def test_the_5b_judge_recipe_trains_on_the_verdicts_of_a_service(
+    small: list[str], judge: tuple[JudgeServer, list[str]], tmp_path: Path, tiny_ti2v: Path
+) -> None:
+    server, place = judge
+    metrics, record = _train_5b(
+        "train_rl_5b_vlm", 4, [*small, *place, *_flags(model_path=tiny_ti2v)], tmp_path / "run"
+    )
+    # Delayed, and drained at the end of each epoch, which four prompts a batch reach twice.
+    assert [row["policy_age"] for row in metrics] == [0, 1, 0, 1]
+    assert any(row["zero_std_groups"] == 0 for row in metrics), "verdicts differ, so that there is a gradient"
+    assert record["sampler"]["kind"] == "flowcps"
+
+    assert server.violations == []
+    trials = [seen for seen in server.seen if seen.instruction == TRIAL]
+    rewards = rows(tmp_path / "run", "rewards.jsonl")
+    assert len(trials) == RANKS and len(rewards) == STEPS * 4 * 2
+    assert len(server.seen) == len(trials) + len(rewards), "each rollout is asked about once"
+    assert server.most_in_flight <= RANKS * 2
+    judged = sorted(seen.share for seen in server.seen if seen.instruction != TRIAL)
+    assert sorted(row["reward"] for row in rewards) == pytest.approx(judged, abs=1e-9)
+    for row in rewards:
+        assert row["components"] == pytest.approx(
+            {"score": row["reward"], "light": row["reward"], "calm": row["reward"], "failed": 0.0}
+        )
+
+
 def test_the_a14b_recipe_trains_both_experts_on_tensor_parallel_replicas(
-    small: list[str], tmp_path: Path, tiny_a14b: Path
+    small: list[str], rule: list[str], tmp_path: Path, tiny_a14b: Path
 ) -> None:
     overrides = _flags(
         model_path=tiny_a14b,
@@ -121,10 +168,9 @@ def test_the_a14b_recipe_trains_both_experts_on_tensor_parallel_replicas(
         reset_dataloader="null",
         batch_size=1,
         expected_global_prompts=2,
-        vbvr_reward_easyocr_module_path=tmp_path,
     )
-    path = _recipe("train_rl_a14b_rule", tmp_path)
-    assert run_ranks(RANKS, _train, path, [*small, *overrides], RANKS) == [EXIT_DONE] * RANKS
+    path = _recipe("train_rl_a14b_rule")
+    assert run_ranks(RANKS, _train, path, [*small, *rule, *overrides], RANKS) == [EXIT_DONE] * RANKS
 
     metrics, record = _outcome(tmp_path / "run")
     assert all(row["policy_age"] == 0 for row in metrics)
