@@ -21,26 +21,19 @@ from wan_trainer.preflight import cohost
 from wan_trainer.preflight.network import free_port
 
 LAUNCHER = REPOSITORY / "scripts" / "train" / "grpo_vlm_eval_multinode.fish"
-ARGUMENTS = (
-    "--nproc",
-    "8",
-    "--config",
-    "configs/train_rl_5b_vlm.yaml",
-    "--seed",
-    "7",
-    "--wandb_run_name",
-    "a b",
-)
+CONFIG = ("--config", "configs/train_rl_5b_vlm.yaml")
+OVERRIDES = ("--seed", "7", "--wandb_run_name", "a b")
+ARGUMENTS = ("--nproc", "8", *CONFIG, *OVERRIDES)
 
-# A service with workers as vLLM has them: some in process groups of their own, one in a session of its own and one
-# whose parent has left. It answers once it is asked for its health.
+# A service with workers in its process group, in groups and sessions of their own, and one whose parent has left.
 SERVICE = """#!{python} -SE
 import http.server, json, os, subprocess, sys, time
 out, mode = {out!r}, os.environ.get("STAND_IN", "serves")
 sleep = ["sleep", "300"]
-leave = "import subprocess; print(subprocess.Popen(['sleep', '300'], stdout=-3, start_new_session=True).pid, flush=True)"
+leave = "import subprocess as s; print(s.Popen(['sleep', '300'], stdout=s.DEVNULL, start_new_session=True).pid)"
 orphan = subprocess.run([sys.executable, "-SEc", leave], stdout=subprocess.PIPE, text=True).stdout
-workers = [subprocess.Popen(sleep, **how).pid for how in ({{}}, dict(process_group=0), dict(start_new_session=True))]
+places = {{}}, dict(process_group=0), dict(start_new_session=True)
+workers = [subprocess.Popen(sleep, **place).pid for place in places]
 record = dict(argv=sys.argv[1:], env=dict(os.environ), pids=[os.getpid(), int(orphan), *workers])
 with open(f"{{out}}/service-{{os.getpid()}}.new", "w") as file:
     json.dump(record, file)
@@ -173,8 +166,8 @@ def test_a_run_starts_one_service_probes_it_trains_and_stops_it(beside, tmp_path
     validate, probe, torchrun = (beside.launch.record(name) for name in ("validate", "probe", "torchrun"))
     for record in (validate, probe, torchrun):
         assert record["env"]["WAN_TRAINER_VLM_BASE_URL"] == f"http://127.0.0.1:{beside.port}/v1"
-        assert record["argv"][-4:] == list(ARGUMENTS[-4:])
-        assert str(ARGUMENTS[3]) in record["argv"]
+        assert record["argv"][-4:] == list(OVERRIDES)
+        assert CONFIG[1] in record["argv"]
     # Preflight comes before the service and must not look for it.
     assert validate["env"]["WAN_TRAINER_VLM_START_SERVICE"] == "1"
     assert torchrun["env"]["PYTORCH_CUDA_ALLOC_CONF"] and torchrun["argv"][1] == "wan_trainer.preflight.agent"
@@ -296,7 +289,8 @@ def test_nothing_is_served_where_nothing_is_trained(beside):
 
 def test_a_worker_that_ignores_the_request_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(cohost, "_GRACE_S", 0.3)
-    deaf = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(300)"
+    ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    deaf = ignore + "print('up', flush=True); time.sleep(300)"
     log = tmp_path / "logs" / "service.log"
     service = cohost.Service([sys.executable, "-SEc", deaf], log)
     deadline = time.monotonic() + 20

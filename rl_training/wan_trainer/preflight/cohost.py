@@ -1,8 +1,8 @@
 """Serves a judge beside training: service, probe, training, and the end of every process of the service.
 
-The service gets a session of its own, and what leaves that session comes to this process when its parent ends:
-all it starts can be found and ended when training is over, however it is over. A signal during training goes
-to training, which saves; before that it ends the start.
+The service gets a session of its own, and what leaves that comes to this process when its parent ends: all that
+it starts can be found and ended when training is over, however it is over. A signal during training goes to
+training, which saves; before that it ends the start.
 
     python -m wan_trainer.preflight.cohost --log FILE --health URL --start-timeout SECONDS
         --service-command COMMAND ... --probe-command COMMAND ... --train-command COMMAND ...
