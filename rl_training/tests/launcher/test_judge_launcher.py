@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rl_training.tests.launcher.conftest import REPOSITORY, Launch
 from wan_trainer.preflight import cohost
@@ -25,12 +26,12 @@ CONFIG = ("--config", "configs/train_rl_5b_vlm.yaml")
 OVERRIDES = ("--seed", "7", "--wandb_run_name", "a b")
 ARGUMENTS = ("--nproc", "8", *CONFIG, *OVERRIDES)
 
-# A service with workers in its process group, in groups and sessions of their own, and one whose parent has left.
+# A service with workers in its process group, in a group and a session of their own, and one without parent.
 SERVICE = """#!{python} -SE
 import http.server, json, os, subprocess, sys, time
 out, mode = {out!r}, os.environ.get("STAND_IN", "serves")
 sleep = ["sleep", "300"]
-leave = "import subprocess as s; print(s.Popen(['sleep', '300'], stdout=s.DEVNULL, start_new_session=True).pid)"
+leave = "import subprocess as s; print(s.Popen(['sleep', '300'], stdout=-3, start_new_session=True).pid)"
 orphan = subprocess.run([sys.executable, "-SEc", leave], stdout=subprocess.PIPE, text=True).stdout
 places = {{}}, dict(process_group=0), dict(start_new_session=True)
 workers = [subprocess.Popen(sleep, **place).pid for place in places]
@@ -226,9 +227,8 @@ def test_a_signal_before_the_service_is_up_stops_it(beside, number):
 def test_a_service_that_does_not_come_up_is_reported_with_the_end_of_its_log(beside, env, said):
     done = beside.run(**env)
     assert done.returncode == 1, done.stderr
-    assert (
-        said in done.stderr and "loading shard 99" in done.stderr and "loading shard 5\n" not in done.stderr
-    )
+    assert said in done.stderr and "loading shard 99" in done.stderr
+    assert "loading shard 5\n" not in done.stderr
     assert beside.the_service_is_gone()
     assert not beside.launch.called("probe") and not beside.launch.called("torchrun")
 
@@ -299,3 +299,70 @@ def test_a_worker_that_ignores_the_request_is_killed(tmp_path, monkeypatch):
         time.sleep(0.05)
     service.stop()
     assert service.ended == -signal.SIGKILL
+
+
+# The judge of the tests under the arguments of vLLM.
+JUDGE = """#!{python}
+import sys
+sys.path.insert(0, {repository!r})
+from rl_training.tests.rewards.judge_server import JudgeServer
+
+class Service(JudgeServer):
+    def server_bind(self):
+        self.server_address = ("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1]))
+        super().server_bind()
+
+server = Service(model=sys.argv[sys.argv.index("--served-model-name") + 1])
+server.ended.wait()
+"""
+
+
+@pytest.mark.slow
+def test_a_policy_trains_beside_its_judge(tmp_path, tiny_ti2v, tiny_dataset):
+    port, out = free_port(), tmp_path / "run"
+    command = tmp_path / "vllm"
+    command.write_text(JUDGE.format(python=sys.executable, repository=str(REPOSITORY)))
+    command.chmod(command.stat().st_mode | stat.S_IXUSR)
+    values = {
+        "device": "cpu",
+        "model_path": str(tiny_ti2v),
+        "dataset_json": str(tiny_dataset),
+        "output_dir": str(out),
+        "num_frames": 9,
+        "height": 64,
+        "width": 64,
+        "fps": 16,
+        "num_workers": 0,
+        "batch_size": 1,
+        "grpo_group_size": 2,
+        "grpo_num_sampling_steps": 2,
+        "max_steps": 1,
+        "save_steps": 0,
+        "grpo_reward_fn": "vbvr_vlm",
+        "vlm_reward_prompt_mode": "custom",
+    }
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(values))
+    environment = {
+        "WAN_TRAINER_VLM_BIN": str(command),
+        "WAN_TRAINER_VLM_PORT": str(port),
+        "WAN_TRAINER_VLM_MODEL": "a judge",
+        "MASTER_PORT": str(free_port()),
+    }
+    inherited = Launch(tmp_path, out, Path(sys.executable)).environment(**environment)
+    done = subprocess.run(
+        ["fish", str(LAUNCHER), "--nproc", "1", "--config", str(config)],
+        env=inherited,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "every clip has a verdict" in done.stdout
+    rows = [json.loads(line) for line in (out / "rewards.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 and all(row["error"] is None and 0 <= row["reward"] <= 1 for row in rows)
+    assert {"score", "instruction", "quality"} <= rows[0]["components"].keys()
+    assert (out / "judge" / "service-node-0.log").is_file()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)

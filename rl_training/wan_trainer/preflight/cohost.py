@@ -1,6 +1,6 @@
 """Serves a judge beside training: service, probe, training, and the end of every process of the service.
 
-The service gets a session of its own, and what leaves that comes to this process when its parent ends: all that
+The service gets a session of its own, and what leaves it comes to this process when its parent ends: all that
 it starts can be found and ended when training is over, however it is over. A signal during training goes to
 training, which saves; before that it ends the start.
 
