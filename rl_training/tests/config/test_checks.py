@@ -110,6 +110,7 @@ CASES = [
         ALONE | {"vlm_reward_base_url": "http://me:secret@judge/v1"},
         ["vlm_reward_base_url", "vlm_reward_api_key"],
     ),
+    (ALONE | {"vlm_reward_api_key": "sk-secret\n"}, ["vlm_reward_api_key", "the end of its line"]),
     (ALONE | {"vlm_reward_base_url": "http://judge:port/v1"}, ["vlm_reward_base_url", "plain address"]),
     (ALONE | {"vlm_reward_score_max": 10}, ["vlm_reward_score_max", "generic rubric", "use 100"]),
     (ALONE | {"vlm_reward_error_score": 101}, ["vlm_reward_error_score", "use 0 to 100"]),

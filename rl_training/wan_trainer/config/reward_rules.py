@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -130,6 +131,13 @@ def _judge_reward(config: GrpoConfig) -> Iterator[Problem]:
             "vlm_reward_base_url",
             "is not the plain address of an endpoint; write one such as http://127.0.0.1:18080/v1, and a key "
             "as vlm_reward_api_key",
+        )
+    if not re.fullmatch("[!-~]*", config.vlm_reward_api_key):
+        # Not shown either; the client would quote it when it refuses to send it.
+        yield refuse(
+            "vlm_reward_api_key",
+            "holds white space or a character that no header can carry; write the key alone, without the "
+            "end of its line",
         )
     full, error_score = config.vlm_reward_score_max, config.vlm_reward_error_score
     if config.vlm_reward_prompt_mode == "custom" and full != CUSTOM_SCORE_MAX:
