@@ -7,7 +7,9 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 # Imported once by the fork server, not by every rank: Diffusers and its friends take seconds.
@@ -61,6 +63,33 @@ def _enter(
         out.close()
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """Processes that `start_ranks` started; `ends` bring (True, result) or (False, traceback) of each."""
+
+    processes: list[BaseProcess]
+    ends: list[Connection]
+    port: int
+
+
+def start_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> Ranks:
+    """Start what `run_ranks` waits for."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    port = free_port()
+    ranks = Ranks([], [], port)
+    for rank in range(world):
+        receive, send = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_enter, args=(function, rank, world, port, arguments, send), daemon=False
+        )
+        process.start()
+        send.close()
+        ranks.ends.append(receive)
+        ranks.processes.append(process)
+    return ranks
+
+
 def run_ranks(
     world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 240.0
 ) -> list[Any]:
@@ -70,20 +99,8 @@ def run_ranks(
     Returns their results in rank order. The first failure is raised with the rank's traceback. Results must
     be picklable; return numbers, lists or cloned CPU tensors' `.tolist()` rather than live tensors.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    port = free_port()
-    ends: list[Connection] = []
-    processes = []
-    for rank in range(world):
-        receive, send = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_enter, args=(function, rank, world, port, arguments, send), daemon=False
-        )
-        process.start()
-        send.close()
-        ends.append(receive)
-        processes.append(process)
+    ranks = start_ranks(world, function, *arguments)
+    processes, ends = ranks.processes, ranks.ends
     results: list[Any] = []
     failures: list[str] = []
     try:

@@ -77,8 +77,6 @@ def test_an_unknown_family_is_refused_when_the_run_is_resolved(load):
 @pytest.mark.parametrize(
     ("values", "remedy"),
     [
-        ({"resume_from": "a"}, "--resume_from null"),
-        ({"resume_from": "a", "reset_dataloader": False}, "--resume_from null --reset_dataloader null"),
         ({"base_lora": "a"}, "--base_lora null"),
         ({"eval_steps": 5}, "--eval_steps 0"),
         ({"vbvr_reward_fast_decode": True}, "--no-vbvr_reward_fast_decode"),

@@ -56,12 +56,6 @@ def unbuilt(config: GrpoConfig) -> list[str]:
         if condition:
             lines.append(line)
 
-    start = "--resume_from null" + (" --reset_dataloader null" if config.reset_dataloader is not None else "")
-    refuse(
-        config.resume_from is not None,
-        f"resume_from: {config.resume_from}: starting from other weights is not built; use {start}, and a "
-        "Diffusers directory as model_path",
-    )
     refuse(
         config.base_lora is not None,
         f"base_lora: {config.base_lora}: merging an adapter is not built; use --base_lora null",

@@ -58,7 +58,8 @@ class ModelSpec:
     """The model directory and how it is loaded.
 
     load_dtype "auto": float32 for what is trained, the checkpoint's dtype for what is frozen.
-    train_experts matters for two-expert families only.
+    train_experts matters for two-expert families only. weights_from: experts to start from in place of those
+    of `path`, which the run finds out; a Diffusers directory or safetensors.
     """
 
     path: Path
@@ -79,6 +80,7 @@ class ModelSpec:
     offload_inference_models: bool
     fsdp: bool
     base_lora: Path | None = None
+    weights_from: Path | None = None
 
 
 @dataclass(frozen=True)

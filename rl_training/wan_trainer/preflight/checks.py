@@ -20,6 +20,7 @@ from wan_trainer.preflight.kernels import check_kernels
 from wan_trainer.preflight.machine import check_accelerator, check_disk
 from wan_trainer.preflight.network import check_rendezvous
 from wan_trainer.preflight.openings import check_openings, check_own_reward
+from wan_trainer.preflight.start import check_start
 from wan_trainer.topology import FAMILIES, Topology
 from wan_trainer.types import UserError
 
@@ -63,6 +64,7 @@ def run_checks(
         head_dim = shape.attention_head_dim
         heads = check_heads(shape, spec.parallel.tensor_parallel_size)
         problems += [Finding(heads)] if heads else []
+    problems += check_start(spec)
     problems += check_openings(spec)
     needs_image = family is not None and FAMILIES[family].needs_image
     problems += check_inputs(spec, topology, env, needs_image=needs_image)

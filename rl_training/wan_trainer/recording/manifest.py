@@ -153,6 +153,17 @@ def checkpoint_at(path: Path) -> Path:
     return latest
 
 
+def holds_checkpoint(path: Path) -> bool:
+    """Whether `path` is a checkpoint, damaged perhaps, or the output_dir of a run that has some."""
+    if not path.is_dir():
+        return False
+    return (
+        (path / MANIFEST).is_file()
+        or NAME.fullmatch(path.resolve().name) is not None
+        or bool(named_checkpoints(path))
+    )
+
+
 def relative(root: Path, path: Path) -> str:
     """The POSIX path of a file below `root`."""
     return path.relative_to(root).as_posix()

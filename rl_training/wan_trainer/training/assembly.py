@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,15 +49,19 @@ class Model:
     ema: Ema | None = None
 
 
-def build_model(spec: RunSpec, mesh: Mesh) -> Model:
+def build_model(spec: RunSpec, mesh: Mesh, start: Callable[[WanPolicy], None] | None = None) -> Model:
     """Load the pipeline, distribute the policy over the mesh, and give it an optimizer.
 
-    The experts stay on the meta device until they are sharded: no rank needs room for a whole one.
+    The experts stay on the meta device until they are sharded: no rank needs room for a whole one. start:
+    puts the weights of a checkpoint in place of those read, in the policy and in the reference of a KL term;
+    averages begin there.
     """
     components = load_wan(spec.model, mesh.device, materialize=False)
     policy = build_policy(components, spec.model, spec.sampler.cfg_scale, spec.seed)
     check_reach(policy, sigma_grid(spec, policy))
     parallelize(policy, spec.model, mesh, spec.seed)
+    if start is not None:
+        start(policy)
     parameters = (parameter for _, parameter in policy.trainable())
     decay = spec.optimizer.ema_decay
     return Model(
@@ -64,7 +69,7 @@ def build_model(spec: RunSpec, mesh: Mesh) -> Model:
         policy,
         build_optimizer(parameters, spec.optimizer),
         reference=(
-            build_reference(components, policy, spec.model, mesh, spec.seed)
+            build_reference(components, policy, spec.model, mesh, spec.seed, start)
             if spec.grpo.kl_coeff > 0
             else None
         ),

@@ -66,18 +66,20 @@ def load_checkpoint(
 
 
 def load_weights(checkpoint: Path, model: nn.Module) -> list[str]:
-    """Read the weights that a checkpoint trained into `model`, trained there or not; return their names.
+    """Read the weights that a checkpoint trained into `model`; return their names.
 
     Adapters go to adapters, whole weights to weights, those below adapters included. Each rank reads its own
-    shards, without communication; verify first. Raises SharedUserError when a tensor has no place here.
+    shards, without communication; verify first. Raises SharedUserError when a tensor has no place here, or,
+    in a model of which nothing is trained, leaves it out: the reference of a KL term lacks what is frozen.
     """
     reader = FileSystemReader(checkpoint / STATE)
     stored = reader.read_metadata().state_dict_metadata
     targets = {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()}
+    trained = any(parameter.requires_grad for parameter in targets.values())
     sizes = {
         key.removeprefix("model."): getattr(entry, "size", None)
         for key, entry in stored.items()
-        if key.startswith("model.")
+        if key.startswith("model.") and (trained or key.removeprefix("model.") in targets)
     }
     _check_adapters(checkpoint, [name for name in targets if _ADAPTER in name], stored, weights_only=True)
     foreign = sorted(
@@ -106,11 +108,11 @@ def _check_adapters(
     ours = any(_ADAPTER in name for name in trained)
     if theirs and not ours:
         raise SharedUserError(
-            f"use_lora: {checkpoint} holds adapters and this run trains whole weights; set --use_lora, or "
-            "merge them (wan-trainer export --to diffusers) and start from the result with --resume_from"
+            f"lora_rank: {checkpoint} holds adapters and this run trains whole weights; restore lora_rank, "
+            "or merge them (wan-trainer export --to diffusers) and start from the result with --resume_from"
         )
     if ours and not theirs and not weights_only:
         raise SharedUserError(
-            f"use_lora: {checkpoint} holds whole weights and this run trains adapters; set --no-use_lora, or "
-            "start adapters on its weights with --resume_from and another output_dir"
+            f"lora_rank: {checkpoint} holds whole weights and this run trains adapters; set --lora_rank 0, "
+            "or start adapters on its weights with --resume_from and another output_dir"
         )

@@ -88,7 +88,9 @@ class CheckpointWriter:
         self._adapters = adapters or {}
         self._clock = clock
         # Its own group: collectives of two threads on one group would answer each other.
-        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
         # Its buffers are kept from save to save: the first copy pays for the pages, the others do not.
         self._stager = DefaultStager(
             StagingOptions(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -36,6 +36,7 @@ from wan_trainer.training.observer import RunObserver
 from wan_trainer.training.resume import ResumePoint, find_resume_point
 from wan_trainer.training.scheduler import ReplayScheduler
 from wan_trainer.training.start import Start, announce, run_facts
+from wan_trainer.training.starting_point import StartingPoint, find_starting_point
 from wan_trainer.training.stop import AgreedStop
 from wan_trainer.types import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, PromptBatch, Reward, StepRecord
 
@@ -45,6 +46,7 @@ class Work:
     """What this start has to train. Counts are batches of the whole run."""
 
     resume: ResumePoint | None
+    starting_point: StartingPoint | None
     dataset: Dataset
     total: int
 
@@ -61,8 +63,12 @@ class Work:
 
 def train_on(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collection[str]) -> int:
     """Train what is left of the run on the ranks of `mesh`; return the exit status."""
-    spec, console = start.spec, console_for(mesh.rank)
+    console = console_for(mesh.rank)
     work = _find_work(mesh, start, allow_changed)
+    starting_point = work.starting_point
+    if starting_point is not None:
+        start = replace(start, spec=starting_point.applied(start.spec))
+    spec = start.spec
     if work.complete:
         console.print(
             f"The run in {spec.output.output_dir} is complete: {work.done} of {work.total} batches are "
@@ -75,12 +81,13 @@ def train_on(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collect
     with ExitStack() as stack:
         # The scorers start first: they load while the model does.
         reward = on_every_rank(mesh, lambda: _scorers(spec, mesh, work.dataset, stack))
-        model = on_every_rank(mesh, lambda: build_model(spec, mesh))
+        begin = None if starting_point is None else starting_point.loader()
+        model = on_every_rank(mesh, lambda: build_model(spec, mesh, begin))
         if work.resume is not None:
             load_checkpoint(work.resume.checkpoint, model.policy, model.optimizer, mesh, ema=model.ema)
         if mesh.rank == 0:
             record.start(run_facts(start, mesh, work.dataset, model, work.done))
-        announce(console, start, model, work.resume, work.total)
+        announce(console, start, model, work.resume, starting_point, work.total)
         if stop.requested():
             console.print("stopped before the first batch; the same command continues from there")
             return EXIT_STOPPED
@@ -96,12 +103,14 @@ def _find_work(mesh: Mesh, start: Start, allow_changed: Collection[str]) -> Work
             start.contract,
             auto_resume=spec.output.auto_resume,
             allow_changed=allow_changed,
+            resume=spec.resume,
         ),
     )
+    starting_point = from_first_rank(mesh, lambda: find_starting_point(spec, resume))
     dataset = on_every_rank(mesh, lambda: load_dataset(spec.data))
     stop, window = spec.stop, spec.optimizer.gradient_accumulation_steps
     total = total_batches(stop.num_epochs, stop.max_steps, len(dataset), start.topology.prompts, window)
-    work = Work(resume, dataset, total)
+    work = Work(resume, starting_point, dataset, total)
     if work.done % window and not work.complete:
         raise SharedUserError(
             f"gradient_accumulation_steps: {window} does not divide the {work.done} batches of the "
@@ -135,7 +144,8 @@ def _train(
         config=public_values(start.loaded.config),
         total_batches=work.total,
         start_batch=work.done,
-        tracked_id=resume.state.wandb_id if resume is not None else None,
+        # A run that goes on in another output_dir is another wandb run.
+        tracked_id=resume.state.wandb_id if resume is not None and resume.own else None,
     )
     status = EXIT_FAILURE
     open_parts = ExitStack()
@@ -232,7 +242,14 @@ def _state(start: Start, mesh: Mesh, work: Work, seen: int, updates: int, policy
         world=mesh.world,
         wandb_id=stored_run_id(start.spec.output.output_dir),
         contract=start.contract,
+        started_from=_started_from(work),
     )
+
+
+def _started_from(work: Work) -> str | None:
+    if work.resume is not None:
+        return work.resume.state.started_from
+    return None if work.starting_point is None else str(work.starting_point.path)
 
 
 def _batches(spec: RunSpec, topology: Topology, mesh: Mesh, work: Work) -> Iterator[PromptBatch]:

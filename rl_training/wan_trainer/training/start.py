@@ -26,6 +26,7 @@ from wan_trainer.topology import Topology, counted
 from wan_trainer.training.assembly import Model, flow_shift, sigma_grid
 from wan_trainer.training.expert_coverage import unreachable_experts
 from wan_trainer.training.resume import ResumePoint
+from wan_trainer.training.starting_point import StartingPoint
 
 PACKAGE = Path(wan_trainer.__file__).parent
 
@@ -76,7 +77,14 @@ def unfinished_warmup(spec: OptimizerSpec, updates: int) -> str | None:
     )
 
 
-def announce(console: Console, start: Start, model: Model, resume: ResumePoint | None, total: int) -> None:
+def announce(
+    console: Console,
+    start: Start,
+    model: Model,
+    resume: ResumePoint | None,
+    starting_point: StartingPoint | None,
+    total: int,
+) -> None:
     """What a log should show at its top: what is trained, on what, from where."""
     topology, spec = start.topology, start.spec
     for line in device_lines(start.loaded):
@@ -104,7 +112,11 @@ def announce(console: Console, start: Start, model: Model, resume: ResumePoint |
         f"{counted(topology.rollouts_per_rank, 'rollout')} a rank, {counted(topology.waves, 'wave')}, "
         f"{counted(total, 'batch')}"
     )
+    if starting_point is not None:
+        console.print(f"starting weights: {starting_point.path}")
     if resume is not None:
+        for note in resume.notes:
+            console.print(note)
         console.print(f"continuing after batch {resume.state.step} from {resume.checkpoint}")
     for key, target in named_targets(spec).items():
         console.print(f"{key}: {target.path}")

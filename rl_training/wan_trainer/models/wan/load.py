@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from wan_trainer.config.specs import ModelSpec
 from wan_trainer.models.wan.directory import WanDirectory, read_directory, trained_experts
-from wan_trainer.models.wan.weights import Weights, check_names, fill
+from wan_trainer.models.wan.weights import Weights, check_names, expert_weights, fill
 from wan_trainer.sampling.dtypes import DTYPES
 from wan_trainer.types import UserError, first_line
 
@@ -93,9 +93,11 @@ def load_wan(spec: ModelSpec, device: torch.device | str, *, materialize: bool =
     device = torch.device(device)
     directory = read_directory(spec.path, spec.family)
     trained = trained_experts(spec, directory.experts)
-    weights = {name: Weights(spec.path / name) for name in directory.experts}
+    weights = {name: expert_weights(spec, name) for name in directory.experts}
     experts = {
-        name: meta_expert(weights[name], _expert_dtype(spec, weights[name], name in trained))
+        name: meta_expert(
+            spec.path / name, weights[name], _expert_dtype(spec, weights[name], name in trained)
+        )
         for name in directory.experts
     }
     if materialize:
@@ -114,9 +116,11 @@ def load_wan(spec: ModelSpec, device: torch.device | str, *, materialize: bool =
     )
 
 
-def meta_expert(weights: Weights, dtype: torch.dtype) -> WanTransformer3DModel:
-    """The expert of `weights` on the meta device, in the dtype it is to be stored in; shapes are checked."""
-    component = weights.component
+def meta_expert(component: Path, weights: Weights, dtype: torch.dtype) -> WanTransformer3DModel:
+    """The expert of `component` on the meta device, in the dtype it is to be stored in.
+
+    `weights`, which it will be filled with, are checked to be of its shapes.
+    """
     config: Any = WanTransformer3DModel.load_config(component, local_files_only=True)
     try:
         with torch.device("meta"):

@@ -19,7 +19,7 @@ from wan_trainer.models.wan.liger import use_liger
 from wan_trainer.models.wan.lora import initialise
 from wan_trainer.models.wan.policy import WanPolicy
 from wan_trainer.models.wan.tensor_parallel import split_over_heads
-from wan_trainer.models.wan.weights import Weights, fill
+from wan_trainer.models.wan.weights import expert_weights, fill
 from wan_trainer.sampling.dtypes import DTYPES
 from wan_trainer.types import UserError
 
@@ -56,7 +56,7 @@ def parallelize(policy: WanPolicy, spec: ModelSpec, mesh: Mesh, seed: int) -> Wa
             compile_blocks(expert, spec.compile_backend, spec.compile_mode)
         shard(expert, dp_mesh(mesh), DTYPES[spec.param_dtype], DTYPES[spec.reduce_dtype])
         if on_meta:
-            fill(expert, Weights(spec.path / name), mesh.device)
+            fill(expert, expert_weights(spec, name), mesh.device)
             initialise(name, expert, seed)
     return policy
 

@@ -1,12 +1,12 @@
 """The frozen policy that the KL term of the objective measures from: the one the run started with.
 
-It depends on the model directory alone, never on what is trained or restored, so that a resumed run keeps the
-reference of its first start.
+It depends on the starting weights alone (the model directory's, or those that `resume_from` put in their
+place), never on what is trained or restored, so that a resumed run keeps the reference of its first start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -20,7 +20,7 @@ from wan_trainer.models.wan.directory import trained_experts
 from wan_trainer.models.wan.load import WanComponents, meta_expert
 from wan_trainer.models.wan.parallelize import parallelize
 from wan_trainer.models.wan.policy import WanPolicy, build_policy
-from wan_trainer.models.wan.weights import Weights
+from wan_trainer.models.wan.weights import expert_weights
 from wan_trainer.sampling.dtypes import DTYPES
 from wan_trainer.sampling.sampler import Velocity
 from wan_trainer.types import Condition
@@ -59,7 +59,12 @@ def adapters_off(expert: WanTransformer3DModel) -> Iterator[None]:
 
 
 def build_reference(
-    components: WanComponents, policy: WanPolicy, spec: ModelSpec, mesh: Mesh, seed: int
+    components: WanComponents,
+    policy: WanPolicy,
+    spec: ModelSpec,
+    mesh: Mesh,
+    seed: int,
+    start: Callable[[WanPolicy], None] | None = None,
 ) -> Velocity:
     """The starting policy of `spec` as a velocity that needs no gradient.
 
@@ -69,10 +74,15 @@ def build_reference(
     when it is read gives the bits that the policy's float32 weights have when they are gathered, so that an
     unchanged policy diverges by exactly 0 (with inductor, whose graphs without a backward round otherwise, by
     about 0).
+
+    start: puts weights that are in no model directory, those of a checkpoint, in place of the read ones.
     """
     if spec.lora is not None:
         return WithoutAdapters(policy)
-    return frozen_copy(components, spec, mesh, policy.cfg_scale, seed).velocity
+    copy = frozen_copy(components, spec, mesh, policy.cfg_scale, seed)
+    if start is not None:
+        start(copy)
+    return copy.velocity
 
 
 def frozen_copy(
@@ -80,7 +90,9 @@ def frozen_copy(
 ) -> WanPolicy:
     """A policy that holds the starting weights of the trained experts and no others, all frozen."""
     dtype = DTYPES[spec.param_dtype]
-    copies = {name: meta_expert(Weights(spec.path / name), dtype) for name in components.experts}
+    copies = {
+        name: meta_expert(spec.path / name, expert_weights(spec, name), dtype) for name in components.experts
+    }
     without_policy = replace(
         components, transformer=copies["transformer"], transformer_2=copies.get("transformer_2")
     )

@@ -12,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from wan_trainer.models.wan.weight_files import weight_files
+from wan_trainer.config.specs import ModelSpec
+from wan_trainer.models.wan.starting_weights import starting_component, starting_files
 from wan_trainer.types import UserError
 
 # safetensors' spelling of the dtypes that published checkpoints use.
@@ -26,10 +27,12 @@ class Weights:
     """
 
     def __init__(self, component: Path) -> None:
-        """Raises UserError when a file is corrupt; `check_directory` has found the component complete."""
+        """component: a directory, or one file. Raises UserError when a file is corrupt; `check_directory` or
+        `check_starting_weights` has found it complete.
+        """
         self.component = component
         self._handles: dict[str, Any] = {}
-        for file in weight_files(component):
+        for file in starting_files(component):
             try:
                 handle = safe_open(file, framework="pt", device="cpu")
             except (OSError, SafetensorError) as error:
@@ -71,6 +74,12 @@ class Weights:
             raise UserError(
                 f"{self.component}: tensor {name} cannot be read ({error}): fetch it again"
             ) from None
+
+
+def expert_weights(spec: ModelSpec, name: str) -> Weights:
+    """The weights an expert starts with: those of `spec.weights_from`, if it has some, or of `spec.path`."""
+    component = None if spec.weights_from is None else starting_component(spec.weights_from, name)
+    return Weights(component or spec.path / name)
 
 
 def check_names(expert: WanTransformer3DModel, weights: Weights) -> None:
