@@ -175,3 +175,8 @@ function wan_trainer_number --argument-names name fallback pattern rule --descri
     end
     echo $value
 end
+
+function wan_trainer_judge_port --description 'WAN_TRAINER_VLM_PORT, 18080 by default'
+    set -l port '([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])'
+    wan_trainer_number WAN_TRAINER_VLM_PORT 18080 $port 'a port in 1..65535'
+end

@@ -3,7 +3,8 @@
 #
 #   fish scripts/serve/vllm.fish [argument of `vllm serve` ...]
 #
-# Environment (DATA_PARALLEL_SIZE and the other three may also carry the prefix WAN_TRAINER_VLM_, which wins):
+# Relative paths start at rl_training/. Environment (the four names without the prefix WAN_TRAINER_VLM_ may carry it
+# too, and then win):
 #   WAN_TRAINER_VLM_MODEL_PATH   directory of the judge's weights; default storage/models/<WAN_TRAINER_VLM_MODEL>
 #   WAN_TRAINER_VLM_MODEL        the name that requests use; default qwen3.6-27b
 #   WAN_TRAINER_VLM_API_KEY      key that requests must carry; none by default
@@ -20,6 +21,7 @@ or exit 2
 wan_trainer_help (status filename) $argv; and exit 0
 
 set -l repository (path dirname (path dirname (path dirname (path resolve (status filename)))))
+cd $repository/rl_training; or exit 2
 set -l vllm $repository/.venv-vllm/bin/vllm
 test -n "$WAN_TRAINER_VLM_BIN"; and set vllm $WAN_TRAINER_VLM_BIN
 if not command -q -- $vllm
@@ -40,7 +42,7 @@ set -l tp (wan_trainer_number TENSOR_PARALLEL_SIZE (math "min(2, 2 - $gpus % 2)"
 set -l dp (wan_trainer_number DATA_PARALLEL_SIZE (math "max(1, floor($gpus / $tp))") $positive $whole); or exit 2
 set -l dp_local (wan_trainer_number DATA_PARALLEL_SIZE_LOCAL $dp $positive $whole); or exit 2
 set -l share (wan_trainer_number GPU_MEMORY_UTILIZATION 0.50 '(0?\.[0-9]*[1-9][0-9]*|1(\.0*)?)' 'a share above 0, at most 1'); or exit 2
-set -l port (wan_trainer_number WAN_TRAINER_VLM_PORT 18080 '[1-9][0-9]{0,4}' 'a port in 1..65535'); or exit 2
+set -l port (wan_trainer_judge_port); or exit 2
 
 set -l name qwen3.6-27b
 test -n "$WAN_TRAINER_VLM_MODEL"; and set name $WAN_TRAINER_VLM_MODEL
@@ -50,8 +52,8 @@ test -n "$WAN_TRAINER_VLM_MODEL_PATH"; and set model $WAN_TRAINER_VLM_MODEL_PATH
 test -n "$WAN_TRAINER_VLM_API_KEY"; and test "$WAN_TRAINER_VLM_API_KEY" != EMPTY
 and set -gx VLLM_API_KEY $WAN_TRAINER_VLM_API_KEY
 
-# The trainer's rendezvous and allocator are not the service's.
-set -e MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK PYTORCH_CUDA_ALLOC_CONF CPATH
+# The trainer's rendezvous, allocator and packages are not the service's.
+set -e MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK PYTORCH_CUDA_ALLOC_CONF CPATH PYTHONPATH PYTHONHOME VIRTUAL_ENV
 set -gx HF_HUB_OFFLINE 1
 
 # Requests say how many frames of a video are read, and that thinking would cost the tokens of an answer is a default.

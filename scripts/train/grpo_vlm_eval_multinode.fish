@@ -6,6 +6,7 @@
 # Each machine starts a service of its own (scripts/serve/vllm.fish shows its variables) and stops it, with all of its
 # processes, when training ends, fails or is stopped. Environment:
 #   WAN_TRAINER_VLM_START_SERVICE    1 (default); 0 uses the endpoint that the config names, which must answer
+#   WAN_TRAINER_VLM_PORT             where the service listens; default the port of the config's endpoint
 #   WAN_TRAINER_VLM_LOG_DIR          where the service's log goes; default <output_dir>/judge
 #   WAN_TRAINER_VLM_START_TIMEOUT_S  seconds until the service must answer; default 1800
 # Machines, ports and the exit status are those of grpo_multinode.fish; 130 is a signal before training began.
@@ -13,12 +14,19 @@
 source (path dirname (path resolve (status filename)))/../lib/env.fish
 or exit 2
 
-# Preflight must know whether to look for the service. Unless it is 0, it is 1: the checks compare words.
-test "$WAN_TRAINER_VLM_START_SERVICE" = 0; or set -gx WAN_TRAINER_VLM_START_SERVICE 1
-if test $WAN_TRAINER_VLM_START_SERVICE = 1
-    set -gx WAN_TRAINER_VLM_PORT (wan_trainer_number WAN_TRAINER_VLM_PORT 18080 '[1-9][0-9]{0,4}' 'a port in 1..65535')
-    or exit 2
-    set -gx WAN_TRAINER_VLM_BASE_URL http://127.0.0.1:$WAN_TRAINER_VLM_PORT/v1
+# Preflight must know whether to look for the service.
+test -n "$WAN_TRAINER_VLM_START_SERVICE"; or set -gx WAN_TRAINER_VLM_START_SERVICE 1
+if not contains -- $WAN_TRAINER_VLM_START_SERVICE 0 1
+    wan_trainer_error "WAN_TRAINER_VLM_START_SERVICE is '$WAN_TRAINER_VLM_START_SERVICE'; set 1, or 0 to use a service that is there"
+    exit 2
+end
+if test $WAN_TRAINER_VLM_START_SERVICE = 1; and test -n "$WAN_TRAINER_VLM_PORT"
+    set -l here http://127.0.0.1:(wan_trainer_judge_port)/v1; or exit 2
+    if test -n "$WAN_TRAINER_VLM_BASE_URL"; and test "$WAN_TRAINER_VLM_BASE_URL" != $here
+        wan_trainer_error "WAN_TRAINER_VLM_BASE_URL is not $here, which WAN_TRAINER_VLM_PORT asks for: unset one of them, or set WAN_TRAINER_VLM_START_SERVICE=0"
+        exit 2
+    end
+    set -gx WAN_TRAINER_VLM_BASE_URL $here
 end
 
 wan_trainer_begin (status filename) $argv
@@ -34,10 +42,13 @@ if test $WAN_TRAINER_VLM_START_SERVICE = 0
     exec $wan_trainer_training
 end
 
-if test "$wan_trainer_judge_url" != "$WAN_TRAINER_VLM_BASE_URL"
-    wan_trainer_error "--vlm_reward_base_url is $wan_trainer_judge_url, and the service of this machine is at $WAN_TRAINER_VLM_BASE_URL: remove the override, or set WAN_TRAINER_VLM_START_SERVICE=0"
+set -l port (string match -r --groups-only '^http://127\.0\.0\.1:([0-9]+)/v1/?$' -- $wan_trainer_judge_url)
+if test -z "$port"; or test -n "$WAN_TRAINER_VLM_PORT" -a "$port" != "$WAN_TRAINER_VLM_PORT"
+    set -l asked $WAN_TRAINER_VLM_PORT PORT
+    wan_trainer_error "vlm_reward_base_url is $wan_trainer_judge_url, where no service of this launcher listens: name http://127.0.0.1:$asked[1]/v1, or set WAN_TRAINER_VLM_START_SERVICE=0"
     exit 2
 end
+set -gx WAN_TRAINER_VLM_PORT $port
 set -l timeout_s (wan_trainer_number WAN_TRAINER_VLM_START_TIMEOUT_S 1800 '[1-9][0-9]{0,5}' 'whole seconds'); or exit 2
 set -l log_dir $wan_trainer_output_dir/judge
 test -n "$WAN_TRAINER_VLM_LOG_DIR"; and set log_dir $WAN_TRAINER_VLM_LOG_DIR

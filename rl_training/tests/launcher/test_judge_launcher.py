@@ -247,6 +247,8 @@ def test_a_bad_setting_of_the_service_is_named(beside, name, value):
 def test_a_service_that_dies_under_training_stops_the_run(beside):
     rank = RANK.replace('url + "/health"', "url").replace("served = ", "served = True or ")
     ask = "try: urllib.request.urlopen(url + '/die', timeout=5)\nexcept OSError: pass\n"
+    # The port is that of the config's endpoint unless it is set.
+    del beside.environment["WAN_TRAINER_VLM_PORT"]
     done = beside.run(STUB_RANK=rank.replace("time.sleep(60)", ask + "time.sleep(60)"))
     # Every later verdict would be missing: training saves, and the failure is said.
     assert done.returncode == 1, done.stderr
@@ -270,12 +272,20 @@ def test_an_endpoint_that_is_already_there_is_used(beside):
 def test_nothing_is_served_where_nothing_is_trained(beside):
     assert beside.run(WAN_TRAINER_TRITON_PREFLIGHT_ONLY="1").returncode == 0
     assert beside.run(STUB_VALIDATE_STATUS="2").returncode == 2
+    for env in (
+        {"WAN_TRAINER_VLM_START_SERVICE": "no"},
+        {"WAN_TRAINER_VLM_PORT": "65536"},
+        {"WAN_TRAINER_VLM_BASE_URL": "http://elsewhere/v1"},
+    ):
+        refused = beside.run(**env)
+        assert refused.returncode == 2 and next(iter(env)) in refused.stderr
     other = {"STUB_VALIDATE_STATUS": "0"}
     facts = beside.launch.out / "facts"
     text = facts.read_text()
-    facts.write_text(text.replace("127.0.0.1", "10.0.0.9"))
-    elsewhere = beside.run(**other)
-    assert elsewhere.returncode == 2 and "WAN_TRAINER_VLM_START_SERVICE=0" in elsewhere.stderr
+    for url in ("http://10.0.0.9:18080/v1", "http://127.0.0.1:1/v1"):
+        facts.write_text(text.replace(f"http://127.0.0.1:{beside.port}/v1", url))
+        elsewhere = beside.run(**other)
+        assert elsewhere.returncode == 2 and "WAN_TRAINER_VLM_START_SERVICE=0" in elsewhere.stderr
     facts.write_text("".join(line for line in text.splitlines(keepends=True) if "judge" not in line))
     no_judge = beside.run(**other)
     assert no_judge.returncode == 2 and "grpo_multinode.fish" in no_judge.stderr

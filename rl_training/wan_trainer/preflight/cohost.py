@@ -287,6 +287,9 @@ def main() -> int:
         status = wait_until_healthy(service, args.health, args.start_timeout, arrivals)
         if status == EXIT_DONE:
             status = run_probe(service, probe_command, arrivals)
+        if status == EXIT_DONE and arrivals.take() is not None:
+            _say("stopped before training began")
+            status = EXIT_INTERRUPTED
         if status == EXIT_DONE:
             status = run_training(service, train_command, arrivals)
         return status
