@@ -18,6 +18,7 @@ from wan_trainer.algorithms.protocols import (
     Policy,
 )
 from wan_trainer.config.specs import SamplerSpec
+from wan_trainer.recording.clock import naming
 from wan_trainer.sampling.sampler import sample
 from wan_trainer.sampling.schedule import replay_steps
 from wan_trainer.topology import assign
@@ -104,9 +105,10 @@ class ColocatedRollouts:
             for start in range(0, len(ids), self._chunk_size):
                 part = ids[start : start + self._chunk_size]
                 condition = encoded.select([row_of[i.prompt] for i in part])
-                trajectory = self._draw(batch, part, condition, keep)
-                if self._leads:
-                    pending.append(self._submit(batch, trajectory))
+                with naming(batch.samples[i.prompt].sample_id for i in part):
+                    trajectory = self._draw(batch, part, condition, keep)
+                    if self._leads:
+                        pending.append(self._submit(batch, trajectory))
                 # x0 was needed for decoding only; a delayed rollout would carry it for a whole step.
                 chunks.append(Chunk(trajectory=replace(trajectory, x0=None), condition=condition))
             waves.append(Wave(prompts=prompts, chunks=tuple(chunks), pending=tuple(pending)))

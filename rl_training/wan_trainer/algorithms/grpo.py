@@ -30,6 +30,7 @@ from wan_trainer.algorithms.statistics import (
 from wan_trainer.config.specs import GrpoSpec, SamplerSpec
 from wan_trainer.objectives.advantages import flat_groups, group_advantages
 from wan_trainer.objectives.surrogate import policy_loss
+from wan_trainer.recording.clock import naming
 from wan_trainer.sampling.noise import group_eta
 from wan_trainer.sampling.sampler import Velocity
 from wan_trainer.types import PromptBatch, Rollout, SampleId, StepRecord, StoredStep, Wave
@@ -196,7 +197,9 @@ class Grpo:
         """
         batch, spec = replayed.rollout.batch, self._grpo
         terms = len(batch.samples) * spec.group_size * len(replayed.steps)
-        with self._clock.span("replay", batch.step):
+        drawn = {i.prompt for chunk in scored.wave.chunks for i in chunk.trajectory.ids}
+        names = [batch.samples[prompt].sample_id for prompt in sorted(drawn)]
+        with naming(names), self._clock.span("replay", batch.step):
             self._replayer.accumulate(
                 scored,
                 clip_range=spec.clip_range if replayed.age == 0 else spec.stale_clip_range,

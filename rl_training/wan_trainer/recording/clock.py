@@ -8,11 +8,33 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 _NOTE = "wan_trainer: "
+
+
+_SAMPLES = "wan_trainer samples: "
+
+
+@contextmanager
+def naming(samples: Iterable[str]) -> Iterator[None]:
+    """An exception that leaves the block gets a note with these sample ids, from the innermost block only."""
+    try:
+        yield
+    except BaseException as error:
+        if not any(note.startswith(_SAMPLES) for note in getattr(error, "__notes__", ())):
+            error.add_note(_SAMPLES + ", ".join(dict.fromkeys(samples)))
+        raise
+
+
+def described(error: BaseException) -> str:
+    """What the notes of spans and samples say of an exception, in one line; empty without any."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    places = [note.removeprefix(_NOTE) for note in notes if note.startswith(_NOTE)]
+    samples = [f"samples {note.removeprefix(_SAMPLES)}" for note in notes if note.startswith(_SAMPLES)]
+    return ", ".join([*places, *samples])
 
 
 class Span(NamedTuple):

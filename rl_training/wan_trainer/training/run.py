@@ -31,6 +31,7 @@ from wan_trainer.recording.run_dir import RunFiles
 from wan_trainer.recording.run_record import FinalCheckpoint, RunRecord
 from wan_trainer.targets import make_importable, source_digests
 from wan_trainer.topology import resolve_topology
+from wan_trainer.training.first_failure import first_failure
 from wan_trainer.training.openings import try_openings
 from wan_trainer.training.run_lock import RunLock
 from wan_trainer.training.session import train_on
@@ -123,7 +124,7 @@ def _recorded(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collec
         status, reason = EXIT_BAD_INPUT, "; ".join(error.problems)
         raise
     except BaseException as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = first_failure(start.spec.output.output_dir, mesh.rank, error)
         raise
     finally:
         if mesh.rank == 0:
