@@ -116,7 +116,8 @@ class JudgeClient:
     def _clean(self, text: str) -> str:
         """`text` on one line, without the key: services like to quote it."""
         if self._key not in ("", "EMPTY"):
-            text = text.replace(self._key, MASK)
+            for spelling in (self._key, repr(self._key)[1:-1]):
+                text = text.replace(spelling, MASK)
         return one_line(text) or "the connection failed"
 
 
