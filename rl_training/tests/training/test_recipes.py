@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from rl_training.tests.tiny_fixtures import TinyEvalkit
 from rl_training.tests.training.runs import rows, run
 from wan_trainer.config import trainer_root
 from wan_trainer.rewards.judge_rubric import rubrics_sha256
+from wan_trainer.training.checkpoint import read_train_state
 from wan_trainer.types import EXIT_DONE
 
 pytestmark = pytest.mark.slow
@@ -161,11 +163,13 @@ def test_the_5b_judge_recipe_trains_on_the_verdicts_of_a_service(
 def test_the_a14b_recipe_trains_both_experts_on_tensor_parallel_replicas(
     small: list[str], rule: list[str], tmp_path: Path, tiny_a14b: Path
 ) -> None:
+    supervised = tmp_path / "vbvr_pro_sft" / "checkpoint"
+    for expert in ("transformer", "transformer_2"):
+        shutil.copytree(tiny_a14b / expert, supervised / expert)
     overrides = _flags(
         model_path=tiny_a14b,
-        # Starting from another checkpoint's weights is not built: the model's own are the start.
-        resume_from="null",
-        reset_dataloader="null",
+        # The recipe's supervised weights, as a Diffusers directory; it resets everything else.
+        resume_from=supervised,
         batch_size=1,
         expected_global_prompts=2,
     )
@@ -173,6 +177,8 @@ def test_the_a14b_recipe_trains_both_experts_on_tensor_parallel_replicas(
     assert run_ranks(RANKS, _train, path, [*small, *rule, *overrides], RANKS) == [EXIT_DONE] * RANKS
 
     metrics, record = _outcome(tmp_path / "run")
+    state = read_train_state(tmp_path / "run" / f"checkpoint-{STEPS}")
+    assert state.started_from == str(supervised)
     assert all(row["policy_age"] == 0 for row in metrics)
     assert {expert for row in metrics for expert in row["replayed_per_expert"]} == {
         "transformer",
