@@ -71,6 +71,8 @@ def test_the_judge_recipe_fits_its_three_sizes_and_counts_the_judges_share(nodes
     assert plan.work.pending == waiting and plan.topology.waves == 2
     assert plan.memory.judge_share == 0.5
     assert f"GPUs of at least {2 * plan.memory.peak / GIB:,.1f} GiB" in describe(plan)
+    elsewhere = plan_of("5b_vlm", nodes, "--vlm_reward_base_url", "http://10.0.0.9:18080/v1")
+    assert elsewhere.memory.judge_share == 0 and "judge on the same" not in describe(elsewhere)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 Family = Literal["ti2v-5b", "i2v-a14b", "t2v-1.3b", "t2v-a14b"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -214,6 +216,15 @@ class VlmRewardSpec:
     log_first_n: int
     timeout_s: float
     weights: tuple[tuple[str, float], ...]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the endpoint is on the machine of the rank that asks it."""
+        host = urlsplit(self.base_url).hostname or ""
+        try:
+            return host == "localhost" or ip_address(host).is_loopback
+        except ValueError:
+            return False
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,8 @@ def estimate_memory(spec: RunSpec, topology: Topology, model: ModelShape, work: 
         "rollout activations": rollout,
         "decoding": decoding,
     }
-    share = JUDGE_SHARE if spec.reward.judge is not None else 0.0
+    judge = spec.reward.judge
+    share = JUDGE_SHARE if judge is not None and judge.is_local else 0.0
     return Memory(items=items, phases=phases, host=_host(spec, topology, model, work), judge_share=share)
 
 

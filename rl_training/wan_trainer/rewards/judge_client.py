@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import httpx2
 from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
@@ -46,7 +44,7 @@ class JudgeClient:
         self._timeout_s = spec.request_timeout_s
         self._http = DefaultAsyncHttpxClient(
             # A proxy of the environment cannot reach a service on this machine.
-            trust_env=not is_loopback(spec.base_url),
+            trust_env=not spec.is_local,
             follow_redirects=False,
             event_hooks={"response": [_bound_body]},
         )
@@ -132,17 +130,6 @@ def served_models(spec: VlmRewardSpec, timeout_s: float) -> list[str]:
             await client.close()
 
     return asyncio.run(ask())
-
-
-def is_loopback(url: str) -> bool:
-    """Whether a URL's host is this machine."""
-    host = urlsplit(url).hostname or ""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
