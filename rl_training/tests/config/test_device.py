@@ -79,7 +79,6 @@ def test_an_unknown_family_is_refused_when_the_run_is_resolved(load):
     [
         ({"base_lora": "a"}, "--base_lora null"),
         ({"eval_steps": 5}, "--eval_steps 0"),
-        ({"vbvr_reward_fast_decode": True}, "--no-vbvr_reward_fast_decode"),
     ],
 )
 def test_what_is_not_built_is_one_line_with_the_remedy(load, values, remedy):

@@ -125,7 +125,7 @@ CHANGES = {
     "vbvr_reward_fail_on_error": (True, {}),
     "vbvr_reward_tmp_dir": ("storage/tmp", {}),
     "vbvr_reward_keep_tmp": (True, {}),
-    "vbvr_reward_fast_decode": (True, {}),
+    "vbvr_reward_fast_decode": (False, {}),
     "vlm_reward_base_url": ("http://judge/v1", {}),
     "vlm_reward_model": ("other", {}),
     "vlm_reward_api_key": ("token", {}),

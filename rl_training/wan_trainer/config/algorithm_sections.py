@@ -153,7 +153,7 @@ class RuleRewardSection(Section):
     )
     vbvr_reward_keep_tmp: bool = key(False, "Keep the scored videos for inspection.")
     vbvr_reward_fast_decode: bool = key(
-        False, "Replace the evaluator's frame loader by a sequential one after proving them equal."
+        True, "Read videos without seeking where that is first proven to give the evaluator's own frames."
     )
 
 

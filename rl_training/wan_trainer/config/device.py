@@ -64,6 +64,4 @@ def unbuilt(config: GrpoConfig) -> list[str]:
         config.eval_steps > 0,
         f"eval_steps: {config.eval_steps}: evaluation in training is not built; use --eval_steps 0",
     )
-    fast = config.vbvr_reward_fast_decode
-    refuse(fast, "vbvr_reward_fast_decode: true is not built; use --no-vbvr_reward_fast_decode")
     return lines

@@ -113,11 +113,17 @@ def supported_tasks(
 
 
 def evaluator_settings(
-    directory: Path, work_dir: Path, threads: int, easyocr_module_path: Path | None
+    directory: Path,
+    work_dir: Path,
+    threads: int,
+    easyocr_module_path: Path | None,
+    *,
+    fast_decode: bool = False,
 ) -> ScorerSettings:
     """Scorer processes for the evaluator in `directory`."""
     ocr = {} if easyocr_module_path is None else {"EASYOCR_MODULE_PATH": str(easyocr_module_path)}
-    return ScorerSettings(directory, work_dir, threads, environment=ocr)
+    words = ("fast-decode",) if fast_decode else ()
+    return ScorerSettings(directory, work_dir, threads, arguments=words, environment=ocr)
 
 
 def unusable(directory: Path, failure: ScorerFailure) -> UserError:

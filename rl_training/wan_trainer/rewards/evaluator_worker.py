@@ -18,16 +18,20 @@ from pathlib import Path
 import numpy as np
 
 from wan_trainer.media import prepare_for_evaluation
+from wan_trainer.rewards.fast_decode import FastLoader, install
 from wan_trainer.rewards.messages import ScoreJob, Verdict, one_line
 from wan_trainer.rewards.worker import Loaded, finite, real_number, serve
 
 EVALUATOR_MODULE = "run_evaluation"
+FAST_DECODE = "fast-decode"
+"""Argument: read videos from start to end, see `rewards.fast_decode`."""
+
 Evaluate = Callable[..., object]
 
 
 def main(arguments: list[str]) -> int:
     """Serve scoring jobs; the exit status."""
-    return serve(arguments, lambda _: _load_evaluator())
+    return serve(arguments, lambda words: _load_evaluator(fast_decode=FAST_DECODE in words))
 
 
 def read_result(result: object) -> Verdict:
@@ -61,16 +65,19 @@ def read_result(result: object) -> Verdict:
     return Verdict(components=components)
 
 
-def _load_evaluator() -> Loaded:
+def _load_evaluator(*, fast_decode: bool) -> Loaded:
     module = importlib.import_module(EVALUATOR_MODULE)
     evaluate: Evaluate = module.evaluate_single_video
     names = tuple(str(name) for name in module.TASK_EVALUATOR_MAP)
-    return Loaded(lambda message, pixels: _score(evaluate, message, pixels), names)
+    loader = install() if fast_decode else None
+    return Loaded(lambda message, pixels: _score(evaluate, loader, message, pixels), names)
 
 
-def _score(evaluate: Evaluate, message: bytes, pixels: int) -> Verdict:
+def _score(evaluate: Evaluate, loader: FastLoader | None, message: bytes, pixels: int) -> Verdict:
     """Prepare the video and score it."""
     job = ScoreJob.decode(message)
+    if loader is not None:
+        loader.candidate = job.video_path
     missing = _missing_file(job)
     if missing is not None:
         return Verdict(error=missing)

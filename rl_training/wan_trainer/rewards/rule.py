@@ -113,7 +113,11 @@ class RuleReward:
         self._scratch = Scratch(spec.tmp_dir, keep=spec.keep_tmp)
         self._pool = ScorerPool(
             evaluator_settings(
-                spec.evalkit_dir, self._scratch.path, spec.threads_per_worker, spec.easyocr_module_path
+                spec.evalkit_dir,
+                self._scratch.path,
+                spec.threads_per_worker,
+                spec.easyocr_module_path,
+                fast_decode=spec.fast_decode,
             ),
             ScorerTimeouts(job_s=spec.timeout_s, start_s=start_timeout_s),
             workers=spec.workers,

@@ -11,12 +11,14 @@ MAX_FRAMES = 100
 def get_video_frames(video_path, max_frames=MAX_FRAMES):
     """The frames of a video as a list of uint8 (H, W, 3) BGR arrays; empty when it cannot be read.
 
-    Frame rates play no part: frames are indexed, never timed, and at most `max_frames` are read.
+    Frame rates play no part: frames are indexed, never timed, and at most `max_frames` are read. Like most
+    evaluators of this kind it seeks to each frame; the trainer has a faster way (vbvr_reward_fast_decode).
     """
     capture = cv2.VideoCapture(str(video_path))
     frames = []
     try:
-        while len(frames) < max_frames:
+        for index in range(min(int(capture.get(cv2.CAP_PROP_FRAME_COUNT)), max_frames)):
+            capture.set(cv2.CAP_PROP_POS_FRAMES, index)
             ok, frame = capture.read()
             if not ok:
                 break
