@@ -12,16 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rl_training.tests.ranks import start_ranks
 from rl_training.tests.tiny_fixtures import TinyEvalkit
 from rl_training.tests.training.runs import MeanColour, rows, run, tiny_recipe, write_recipe
+from wan_trainer.algorithms.replay import Replayer
 from wan_trainer.recording.manifest import latest_checkpoint, verify_checkpoint
-from wan_trainer.types import EXIT_DONE, EXIT_STOPPED, PendingRewards, RewardRequest
+from wan_trainer.training.stored_state import StoredState
+from wan_trainer.types import EXIT_DONE, EXIT_STOPPED, Chunk, PendingRewards, RewardRequest, StoredStep
 
 pytestmark = pytest.mark.slow
 
-AT, BATCHES = 2, 5
+AT, BATCHES = 2, 6
 
 
 class _Disturbed(MeanColour):
@@ -39,8 +42,20 @@ class _Disturbed(MeanColour):
         return super().submit(videos, requests)
 
 
+def _lose_a_sample(self: Replayer, chunk: Chunk, step: StoredStep) -> tuple[torch.Tensor, torch.Tensor]:
+    """The fault: one rank's log-probabilities of one batch are not finite."""
+    new, divergence = _evaluate(self, chunk, step)
+    lost = os.environ["RANK"] == "1" and chunk.trajectory.ids[0].step == BATCHES - 1
+    return new * float("nan") if lost else new, divergence
+
+
+_evaluate = Replayer._evaluate
+
+
 def _start(recipe: str, what: str) -> Any:
     began = time.monotonic()
+    if what == "not finite":
+        Replayer._evaluate = _lose_a_sample  # type: ignore[method-assign]
     status = run(recipe, [], _Disturbed(what))
     return status, time.monotonic() - began
 
@@ -95,7 +110,12 @@ def test_a_signal_to_one_rank_in_a_rollout_stops_all_after_saving(recipe: Path, 
     assert [row["batch"] for row in rows(run_dir, "metrics.jsonl")] == list(range(AT + 1))
     assert json.loads((run_dir / "run.json").read_text())["exit_status"] == EXIT_STOPPED
 
-    answers = _outcomes(recipe, "nothing")
+    # The continued run meets a loss that is not finite on one rank, in its last, delayed batch.
+    answers = _outcomes(recipe, "not finite")
     assert [answer[1][0] for answer in answers] == [EXIT_DONE] * 2, answers
     assert [row["batch"] for row in rows(run_dir, "metrics.jsonl")] == list(range(BATCHES))
+    assert [row["skipped"] for row in rows(run_dir, "metrics.jsonl")] == [False] * (BATCHES - 1) + [True]
     assert not (run_dir / "first_failure.txt").exists()
+    state = StoredState(run_dir / f"checkpoint-{BATCHES}")
+    for section in ("model", "optimizer"):
+        assert all(tensor.isfinite().all() for tensor in state.read(section, state.shapes(section)).values())
