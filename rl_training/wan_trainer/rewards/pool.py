@@ -63,8 +63,11 @@ class ScorerPool:
         self._closed = threading.Event()
         self._names: Future[tuple[str, ...]] = Future()
         self._lock = threading.Lock()
+        self._said: set[str] = set()
         self._lanes = [
-            _Lane(f"scorer-{index}", settings, timeouts, self._jobs, self._closed, self._first_start)
+            _Lane(
+                f"scorer-{index}", settings, timeouts, self._jobs, self._closed, self._first_start, self._say
+            )
             for index in range(workers)
         ]
         for lane in self._lanes:
@@ -100,6 +103,14 @@ class ScorerPool:
                     os.close(pending.pixels)
                     pending.future.set_result(_failure("the reward was closed", time.monotonic()))
 
+    def _say(self, line: str) -> None:
+        """Log a line once, whichever scorers it comes from."""
+        with self._lock:
+            known = line in self._said
+            self._said.add(line)
+        if not known:
+            _log.warning("%s", line)
+
     def _first_start(self, outcome: tuple[str, ...] | ScorerFailure) -> None:
         """The first scorer to come up, or to fail, answers `names`."""
         with self._lock:
@@ -122,6 +133,7 @@ class _Lane:
         jobs: queue.SimpleQueue[_Pending | None],
         closed: threading.Event,
         report_start: Callable[[tuple[str, ...] | ScorerFailure], None],
+        say: Callable[[str], None],
     ) -> None:
         self._name = name
         self._settings = settings
@@ -129,6 +141,7 @@ class _Lane:
         self._jobs = jobs
         self._closed = closed
         self._report_start = report_start
+        self._say = say
         self._scorer: ScorerProcess | None = None
         self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
 
@@ -161,6 +174,7 @@ class _Lane:
                 verdict = _failure(str(failure), started)
                 self._drop_scorer()
             else:
+                self._after_job()
                 # An evaluator's answer stands, even a bad one: it would be the same again.
                 if not verdict.raised:
                     break
@@ -168,6 +182,11 @@ class _Lane:
                 if not pending.keep_video and pending.job.leftover is not None:
                     pending.job.leftover.unlink(missing_ok=True)
         return verdict
+
+    def _after_job(self) -> None:
+        if self._scorer is not None and self._scorer.leaking:
+            self._say("a scorer grew too large and was replaced; something in it leaks memory")
+            self._drop_scorer()
 
     def _ensure_scorer(self) -> ScorerProcess:
         if self._scorer is not None and self._scorer.alive:

@@ -23,6 +23,9 @@ POLL_S = 0.2
 STOP_GRACE_S = 2.0
 """How long an idle scorer may take to leave by itself before it is killed."""
 
+MEMORY_LIMIT = 4 << 30
+"""Bytes by which a scorer may have grown since its start; a larger one is replaced after its job."""
+
 LOG_LIMIT = 8 << 20
 """Bytes after which a scorer's log starts again: endless printing must not fill the disk."""
 
@@ -46,7 +49,8 @@ class ScorerSettings:
     """What scorer processes are started with.
 
     directory: their working directory. work_dir: holds their logs and temporary files. body: the module to
-    run, see `rewards.worker`; arguments: words for it. environment: variables of its own.
+    run, see `rewards.worker`; arguments: words for it. environment: variables of its own. memory_limit: bytes
+    of growth after which a scorer is replaced; at twice as many it is killed with its job.
     """
 
     directory: Path
@@ -55,6 +59,7 @@ class ScorerSettings:
     body: str = "wan_trainer.rewards.evaluator_worker"
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    memory_limit: int = MEMORY_LIMIT
 
 
 def scorer_environment(settings: ScorerSettings) -> dict[str, str]:
@@ -78,6 +83,8 @@ class ScorerProcess:
 
     def __init__(self, settings: ScorerSettings, name: str, cancelled: threading.Event) -> None:
         self._cancelled = cancelled
+        self._memory_limit = settings.memory_limit
+        self._memory_at_start = 0
         self._log_path = settings.work_dir / f"{name}.log"
         try:
             self._connection, theirs = Pipe()
@@ -123,6 +130,7 @@ class ScorerProcess:
         greeting = self._receive(Greeting.decode, timeout_s, "importing it")
         if greeting.error is not None:
             raise ScorerFailure(f"it does not import: {greeting.error}")
+        self._memory_at_start = self._memory()
         return greeting.names
 
     def score(self, job: Job, pixels: int, timeout_s: float) -> Verdict:
@@ -134,6 +142,11 @@ class ScorerProcess:
         except OSError:
             raise self._death("before the job") from None
         return self._receive(Verdict.decode, timeout_s, "scoring")
+
+    @property
+    def leaking(self) -> bool:
+        """Whether it has grown beyond its limit; replace it between two jobs."""
+        return self._growth() > self._memory_limit
 
     def stop(self) -> None:
         """End an idle scorer: it leaves when told, or is killed."""
@@ -168,6 +181,8 @@ class ScorerProcess:
             except (ValueError, TypeError, KeyError, AttributeError):
                 raise ScorerFailure(f"an answer that is no verdict while {doing}") from None
             self._bound_log()
+            if self._memory_at_start and self._growth() > 2 * self._memory_limit:
+                raise ScorerFailure(f"the scorer grew by {self._growth() >> 20} MiB while {doing}")
             if not self.alive and not self._connection.poll(0):
                 raise self._death(f"while {doing}")
 
@@ -191,6 +206,17 @@ class ScorerProcess:
             lines = log.read().decode(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "")
         return f"; it last printed: {one_line(last, 120)}" if last else ""
+
+    def _growth(self) -> int:
+        return self._memory() - self._memory_at_start
+
+    def _memory(self) -> int:
+        """Resident bytes of its own; the mapped frames of a job are shared and not counted."""
+        try:
+            words = Path(f"/proc/{self.pid}/statm").read_text().split()
+            return (int(words[1]) - int(words[2])) * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, IndexError, ValueError):  # it has ended
+            return 0
 
     def _bound_log(self) -> None:
         # The scorer appends, so its next line lands at the new end whatever the size was.
