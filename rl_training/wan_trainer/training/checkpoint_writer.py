@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -27,20 +28,20 @@ from wan_trainer.distributed.collectives import (
     on_every_rank,
 )
 from wan_trainer.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
-from wan_trainer.models.wan.adapter_files import AdapterConfig
+from wan_trainer.models.wan.adapter_files import AdapterConfig, write_adapter
 from wan_trainer.recording.clock import Clock
 from wan_trainer.recording.manifest import (
     MANIFEST,
     NAME,
     FileEntry,
+    checkpoints,
     hash_files,
-    named_checkpoints,
     relative,
     write_synced,
 )
 from wan_trainer.training.checkpoint_state import TRAIN_STATE, TrainState, checkpoint_values
 from wan_trainer.training.ema import Ema
-from wan_trainer.training.stored_state import STATE, write_adapters
+from wan_trainer.training.stored_state import ADAPTERS, STATE, StoredState
 from wan_trainer.types import UserError, first_line
 
 PARTIAL = ".partial-"
@@ -192,7 +193,7 @@ class CheckpointWriter:
         def attempt() -> T:
             try:
                 return work()
-            except OSError as error:
+            except (OSError, SafetensorError) as error:
                 raise UserError(f"{error} on rank {self._mesh.rank}") from error
 
         return on_every_rank(self._mesh, attempt, self._group)
@@ -210,7 +211,7 @@ def _complete(
 ) -> None:
     """Add everything beside the shards, whose entries `files` has, and last the manifest."""
     write_synced(partial / TRAIN_STATE, json.dumps(asdict(state), indent=1) + "\n")
-    write_adapters(partial, adapters)
+    _write_adapters(partial, adapters)
     rest = [path for path in partial.rglob("*") if path.is_file() and relative(partial, path) not in files]
     for path in rest:
         _sync(path)
@@ -222,6 +223,16 @@ def _complete(
         "files": {name: asdict(entry) for name, entry in files.items()},
     }
     write_synced(partial / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+
+
+def _write_adapters(partial: Path, configs: Mapping[str, AdapterConfig]) -> None:
+    """Write `lora/<expert>/` in PEFT's layout from the shards."""
+    if not configs:
+        return
+    stored = StoredState(partial)
+    for expert, config in configs.items():
+        names = stored.shapes("model", f"{expert}.")
+        write_adapter(partial / ADAPTERS / expert, config, stored.read("model", names, f"{expert}."))
 
 
 def _publish(partial: Path, final: Path) -> None:
@@ -237,8 +248,12 @@ def _publish(partial: Path, final: Path) -> None:
 
 
 def _apply_retention(output_dir: Path, keep: int) -> None:
-    for path in named_checkpoints(output_dir)[:-keep] if keep > 0 else []:
-        shutil.rmtree(path)
+    # Directories without a manifest do not count: one with a high step would take the place of a whole one.
+    for path in checkpoints(output_dir)[:-keep] if keep > 0 else []:
+        # What is half deleted when the run is killed must not bear a checkpoint's name.
+        doomed = path.with_name(f"{PARTIAL}{path.name}")
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
