@@ -65,7 +65,8 @@ def _run(segment: Segment, x: torch.Tensor) -> torch.Tensor:
 def _causal(conv: Any, x: torch.Tensor) -> torch.Tensor:
     """A convolution that sees this frame and those before it; before the first there are zeros."""
     assert isinstance(conv, WanCausalConv3d), type(conv)
-    return frozen_conv(conv, functional.pad(x, conv._padding))
+    sides = [int(side) for side in conv._padding]
+    return frozen_conv(conv, functional.pad(x, sides))
 
 
 def _middle(decoder: Any, x: torch.Tensor) -> torch.Tensor:
