@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -114,11 +115,18 @@ def _load_into_another_shape(checkpoint: str) -> str:
     return "loaded"
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `saved` is a copy of."""
+    out = tmp_path_factory.mktemp("saved")
+    run_ranks(1, _save, str(out), [1, 2, 3], 2)
+    return out
+
+
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(written: Path, tmp_path: Path) -> Path:
     """An output directory with checkpoints 1, 2 and 3, of which retention kept 2 and 3."""
-    run_ranks(1, _save, str(tmp_path), [1, 2, 3], 2)
-    return tmp_path
+    return Path(shutil.copytree(written, tmp_path / "saved"))
 
 
 def test_retention_latest_and_state(saved: Path) -> None:
@@ -150,6 +158,9 @@ def _damage(checkpoint: Path, how: str) -> None:
         shard.write_bytes(bytes(content[:-10]))
     elif how == "missing file":
         shard.unlink()
+    elif how == "older metadata":
+        older = checkpoint.parent / "checkpoint-2" / "state" / ".metadata"
+        shutil.copyfile(older, checkpoint / "state" / ".metadata")
     elif how == "foreign file":
         (checkpoint / "state" / "extra.bin").write_bytes(b"x")
     elif how == "other manifest":
@@ -166,6 +177,7 @@ def _damage(checkpoint: Path, how: str) -> None:
         ("flipped byte", "sha256"),
         ("truncated", "bytes, the manifest says"),
         ("missing file", "missing; delete this checkpoint"),
+        ("older metadata", r"\.metadata: "),
         ("foreign file", "not in the manifest"),
         ("other manifest", "the manifest is of step 2"),
         ("torn manifest", "incomplete"),
@@ -176,8 +188,23 @@ def test_damage_is_refused_by_name(saved: Path, how: str, says: str) -> None:
     _damage(saved / "checkpoint-3", how)
     with pytest.raises(UserError, match=says) as refused:
         find_resume_point(saved, CONTRACT, auto_resume=True)
-    assert str(saved / "checkpoint-3") in str(refused.value)
-    verify_checkpoint(saved / "checkpoint-2")
+    assert all("\n" not in line and str(saved / "checkpoint-3") in line for line in refused.value.problems)
+    shutil.rmtree(saved / "checkpoint-3")
+    point = find_resume_point(saved, CONTRACT, auto_resume=True)
+    assert point is not None and point.state.step == 2, "deleting it is the remedy that each line names"
+
+
+def test_a_manifest_that_is_gone_makes_the_checkpoint_before_the_newest(saved: Path) -> None:
+    (saved / "checkpoint-3" / "manifest.json").unlink()
+    point = find_resume_point(saved, CONTRACT, auto_resume=True)
+    assert point is not None and point.state.step == 2
+    (note,) = point.notes
+    assert note.startswith("warning: checkpoint-3 has no manifest.json")
+    (saved / "checkpoint-2" / "manifest.json").unlink()
+    with pytest.raises(UserError, match="holds a run without a complete checkpoint") as refused:
+        find_resume_point(saved, CONTRACT, auto_resume=True)
+    (line,) = refused.value.problems
+    assert "delete checkpoint-2 and checkpoint-3 and latest there to start over" in line
 
 
 def test_resume_refuses_a_changed_contract_by_key(saved: Path) -> None:
