@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from rl_training.tests.ranks import run_ranks
 from rl_training.tests.tiny_fixtures import TinyEvalkit
 from rl_training.tests.training.runs import MeanColour, rows, run, tiny_recipe, write_recipe
+from wan_trainer.recording.manifest import hash_files
 from wan_trainer.training.checkpoint import read_train_state
 from wan_trainer.training.stored_state import StoredState
 
@@ -68,6 +71,16 @@ def _everything(recipe: str, out: Path, scaled: Path) -> dict[str, Any]:
     start("refused", "--resume_from", str(broken), "--no-reset_dataloader", as_="damaged, full")
     (broken / "manifest.json").unlink()
     start("refused", "--resume_from", str(broken), as_="no manifest")
+    # A run that started elsewhere needs that place for its reference.
+    shutil.copytree(out / "moving", out / "homeless")
+    state = out / "homeless" / "checkpoint-3" / "train_state.json"
+    text = state.read_text().replace(str(out / "first"), str(out / "gone"))
+    manifest = state.with_name("manifest.json")
+    entries = json.loads(manifest.read_text())
+    state.write_text(text)
+    entries["files"] |= {state.name: asdict(hash_files(state.parent, [state])[state.name])}
+    manifest.write_text(json.dumps(entries))
+    start("homeless", *KL, "--max_steps", "4")
     # Its own checkpoint wins.
     start("first", "--resume_from", str(out / "nothing"), "--max_steps", "3", as_="own")
     return seen
@@ -173,6 +186,7 @@ def test_adapters_start_on_the_whole_weights_of_a_checkpoint(ran: tuple[Path, di
         ("adapters and a reference", "grpo_kl_coeff: 10 measures from the weights without adapters"),
         ("contract", "lora_rank: 0 differs from 2"),
         ("missing", "nothing does not exist"),
+        ("homeless", "which holds what it does not train and the reference of its KL term, and is gone"),
         ("missing, full", "nothing is no directory"),
         ("damaged", "its bytes differ from the manifest's sha256"),
         ("damaged, full", "its bytes differ from the manifest's sha256"),

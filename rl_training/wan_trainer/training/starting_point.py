@@ -55,6 +55,11 @@ def find_starting_point(spec: RunSpec, resume: ResumePoint | None) -> StartingPo
     else:
         started_from = resume.state.started_from
         path = None if started_from is None or not _still_needed(spec) else Path(started_from)
+        if path is not None and not path.exists():
+            raise UserError(
+                f"{resume.checkpoint}: its run started from the weights in {path}, which holds what it does "
+                "not train and the reference of its KL term, and is gone: put it back there"
+            )
     if path is None:
         return None
     checkpoint = starting_checkpoint(path)
