@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from wan_trainer.models.wan.load import load_wan
 from wan_trainer.models.wan.parallelize import parallelize
 from wan_trainer.models.wan.policy import build_policy
 from wan_trainer.recording.identity import model_identity
+from wan_trainer.recording.manifest import hash_files
 from wan_trainer.training.checkpoint import TrainState, save_checkpoint
 from wan_trainer.training.ema import Ema
 
@@ -219,6 +221,56 @@ def test_adapters_load_into_diffusers_and_peft_and_merge(adapted: Trained, tmp_p
     base.load_lora_weights(averages / "transformer")
     base.load_lora_weights(averages / "transformer_2", load_into_transformer_2=True)
     assert_samples(base, adapted, adapted.averaged)
+
+
+def started_from(trained: Trained, path: Path, run: Path) -> Path:
+    """A copy of a checkpoint that says its run's weights started from `path`."""
+    checkpoint = run / "checkpoint-4"
+    shutil.copytree(trained.checkpoint, checkpoint)
+    shutil.copy(trained.checkpoint.parent / "run.json", run)
+    state = json.loads((checkpoint / "train_state.json").read_text())
+    (checkpoint / "train_state.json").write_text(json.dumps({**state, "started_from": str(path)}))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    for name, entry in hash_files(checkpoint, [checkpoint / "train_state.json"]).items():
+        manifest["files"][name] = {"size": entry.size, "sha256": entry.sha256}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    return checkpoint
+
+
+def test_what_is_frozen_is_what_the_run_started_with(
+    high: Trained, adapted: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = "transformer/diffusion_pytorch_model.safetensors"
+    low = weights.replace("transformer/", "transformer_2/")
+
+    # Adapters on the whole weights of another run's checkpoint.
+    on_trained = export(
+        started_from(adapted, high.checkpoint, tmp_path / "a"), tmp_path / "a out", "diffusers"
+    )
+    on_model = export(adapted.checkpoint, tmp_path / "b out", "diffusers")
+    moved, merged = load_file(on_trained / weights), load_file(on_model / weights)
+    trained = load_file(export(high.checkpoint, tmp_path / "c out", "diffusers") / weights)
+    model = load_file(adapted.model / weights)
+    assert any((trained[name] - model[name]).abs().max() > 1e-3 for name in model)
+    for name, tensor in moved.items():
+        torch.testing.assert_close(tensor - merged[name], trained[name] - model[name], rtol=0, atol=1e-6)
+    assert (on_trained / low).read_bytes() == (on_model / low).read_bytes(), "that run did not train this one"
+
+    # An expert that was not trained, from a directory of weights.
+    start = tmp_path / "start" / "transformer_2"
+    start.mkdir(parents=True)
+    halved = {name: tensor / 2 for name, tensor in load_file(high.model / low).items()}
+    save_file(halved, start / "diffusion_pytorch_model.safetensors")
+    checkpoint = started_from(high, start.parent, tmp_path / "d")
+    capsys.readouterr()
+    out = export(checkpoint, tmp_path / "d out", "diffusers")
+    found = load_file(out / low)
+    assert all(torch.equal(found[name], tensor) for name, tensor in halved.items())
+    assert f"transformer_2: not trained, as in {start.parent}, float32" in capsys.readouterr().out
+    shutil.rmtree(start.parent)
+    assert main(["export", str(checkpoint), "--to", "diffusers", "--out", str(tmp_path / "e out")]) == 2
+    said = capsys.readouterr().err
+    assert "the weights the run started from" in said and "does not exist" in said and said.count("\n") == 1
 
 
 def test_adapter_files_hold_adapters_only_and_say_how_to_use_them(adapted: Trained, tmp_path: Path) -> None:

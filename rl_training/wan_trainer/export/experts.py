@@ -12,6 +12,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from safetensors.torch import save_file
 
 from wan_trainer.export.source import Source
+from wan_trainer.export.start import StartingWeights
 from wan_trainer.models.wan.adapter_files import scaling
 from wan_trainer.models.wan.lora import ADAPTER
 from wan_trainer.models.wan.weight_files import tensor_names, weight_files
@@ -24,12 +25,15 @@ _INDEX_SUFFIX = ".safetensors.index.json"
 
 
 class TrainedExpert:
-    """The weights of one expert after training: trained ones, adapters merged, the base's for the rest."""
+    """The weights of one expert after training: trained ones, adapters merged, the start's for the rest.
 
-    def __init__(self, source: Source, name: str, base: Path) -> None:
-        """base: the expert's component directory. Raises UserError when its tensors are not those trained."""
-        self.name = name
-        self.base = Weights(base)
+    model: its component in the model directory.
+    """
+
+    def __init__(self, source: Source, name: str, start: StartingWeights) -> None:
+        """Raises UserError when the start's tensors are not those that were trained."""
+        self.model = start.model
+        self._start = start
         self._state, self._section, self._prefix = source.state, source.section, f"{name}."
         self._stored = source.state.shapes(source.section, self._prefix)
         config = source.adapters.get(name)
@@ -47,8 +51,9 @@ class TrainedExpert:
         wanted = [name for name in names if name in self._stored]
         wanted += [key for pair in layers.values() if pair is not None for key in pair]
         trained = self._state.read(self._section, wanted, self._prefix)
+        start = self._start.read([name for name in names if name not in trained])
         for name in names:
-            tensor = (trained[name] if name in trained else self.base.read(name)).to(torch.float32)
+            tensor = (trained[name] if name in trained else start[name]).to(torch.float32)
             pair = layers[name]
             if pair is not None:
                 assert self._scale is not None
@@ -59,16 +64,16 @@ class TrainedExpert:
     def _check(self, checkpoint: Path) -> None:
         layers = {f"{layer}.weight" for layer in self._adapted}
         full = {name for name in self._stored if f".{ADAPTER}." not in name}
-        foreign = sorted((full | layers) - self.base.names)
-        shapes = {name: self._stored[name] for name in full if name in self.base.names}
-        foreign += sorted(name for name, shape in shapes.items() if self.base.shape(name) != shape)
+        foreign = sorted((full | layers) - self.model.names)
+        shapes = {name: self._stored[name] for name in full if name in self.model.names}
+        foreign += sorted(name for name, shape in shapes.items() if self.model.shape(name) != shape)
         for layer, (down, up) in self._adapted.items():
             shape = torch.Size((self._stored[up][0], self._stored[down][1]))
-            if f"{layer}.weight" in self.base.names and self.base.shape(f"{layer}.weight") != shape:
+            if f"{layer}.weight" in self.model.names and self.model.shape(f"{layer}.weight") != shape:
                 foreign.append(f"{layer}.weight")
         if foreign:
             raise UserError(
-                f"{self.base.component} lacks {len(foreign)} of the tensors that {checkpoint} trained, "
+                f"{self.model.component} lacks {len(foreign)} of the tensors that {checkpoint} trained, "
                 f"or has other shapes (first: {foreign[0]}): name the model that was trained with --model"
             )
 
@@ -79,12 +84,12 @@ def write_expert(out: Path, expert: TrainedExpert, dtype: torch.dtype | None) ->
     dtype: None for the base's. What Diffusers keeps in float32 is written in float32. One file is in memory
     at a time.
     """
-    dtype = expert.base.dtype if dtype is None else dtype
+    dtype = expert.model.dtype if dtype is None else dtype
     kept = set(WanTransformer3DModel._keep_in_fp32_modules)
     total = 0
-    for file in weight_files(expert.base.component):
+    for file in weight_files(expert.model.component):
         tensors: dict[str, torch.Tensor] = {}
-        for names in _batches(expert.base, tensor_names(file)):
+        for names in _batches(expert.model, tensor_names(file)):
             for name, tensor in expert.read(names):
                 keep = not kept.isdisjoint(name.split("."))
                 tensors[name] = tensor.to(torch.float32 if keep else dtype).contiguous()
@@ -92,19 +97,19 @@ def write_expert(out: Path, expert: TrainedExpert, dtype: torch.dtype | None) ->
         save_file(tensors, out / file.name, metadata={"format": "pt"})
         # safetensors lets nobody but the owner read what it writes.
         shutil.copymode(out / "config.json", out / file.name)
-    for index in expert.base.component.glob(f"*{_INDEX_SUFFIX}"):
+    for index in expert.model.component.glob(f"*{_INDEX_SUFFIX}"):
         value = json.loads(index.read_bytes())
         value["metadata"] = {**value.get("metadata", {}), "total_size": total}
         (out / index.name).write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
     return dtype
 
 
-def _batches(base: Weights, names: Sequence[str]) -> Iterator[list[str]]:
+def _batches(model: Weights, names: Sequence[str]) -> Iterator[list[str]]:
     batch: list[str] = []
     elements = 0
     for name in names:
         batch.append(name)
-        elements += base.shape(name).numel()
+        elements += model.shape(name).numel()
         if elements >= _BATCH_ELEMENTS:
             yield batch
             batch, elements = [], 0

@@ -14,6 +14,7 @@ from wan_trainer.recording.jsonl import Json
 from wan_trainer.recording.manifest import Manifest, checkpoint_at, verify_checkpoint
 from wan_trainer.recording.run_dir import RunFiles
 from wan_trainer.recording.run_record import read_run_record
+from wan_trainer.training.checkpoint_state import read_train_state
 from wan_trainer.training.stored_state import ADAPTERS, StoredState
 from wan_trainer.types import UserError
 
@@ -25,7 +26,8 @@ class Source:
     """A checkpoint to export from.
 
     section: the trained weights, or their averages. experts: those that were trained. adapters: their
-    configuration by expert, empty after full fine-tuning.
+    configuration by expert, empty after full fine-tuning. started_from: weights that took the place of the
+    model directory's before training.
     """
 
     checkpoint: Path
@@ -34,6 +36,7 @@ class Source:
     section: Section
     experts: tuple[str, ...]
     adapters: Mapping[str, AdapterConfig]
+    started_from: Path | None
 
 
 def open_source(path: Path, *, ema: bool) -> Source:
@@ -53,6 +56,7 @@ def open_source(path: Path, *, ema: bool) -> Source:
     experts = tuple(name for name in EXPERTS if state.shapes(section, f"{name}."))
     if not experts:
         raise UserError(f"{checkpoint} holds no weights of a Wan transformer: name a checkpoint of a run")
+    started_from = read_train_state(checkpoint).started_from
     return Source(
         checkpoint=checkpoint,
         manifest=manifest,
@@ -64,6 +68,7 @@ def open_source(path: Path, *, ema: bool) -> Source:
             for name in experts
             if any(".lora_A." in key for key in state.shapes(section, f"{name}."))
         },
+        started_from=None if started_from is None else Path(started_from),
     )
 
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from wan_trainer.config.family import names_component, read_json_object
 from wan_trainer.export.experts import TrainedExpert, write_expert
 from wan_trainer.export.source import Source
+from wan_trainer.export.start import StartingWeights
 from wan_trainer.models.wan.adapter_files import write_adapter, write_diffusers_adapter
 from wan_trainer.models.wan.directory import WanDirectory
 from wan_trainer.types import UserError, first_line
@@ -41,7 +42,12 @@ def export_diffusers(source: Source, base: WanDirectory, out: Path, dtype: torch
     base's where the file system allows it, and copies elsewhere. dtype: of the trained experts, None for the
     one their base has. Raises UserError when `out` exists or cannot be written.
     """
-    experts = {name: TrainedExpert(source, name, base.path / name) for name in source.experts}
+    experts: dict[str, TrainedExpert] = {}
+    for name in base.experts:
+        whole = name in source.experts and name not in source.adapters
+        start = StartingWeights(base.path / name, name, None if whole else source.started_from)
+        if name in source.experts or start.replaced:
+            experts[name] = TrainedExpert(source, name, start)
 
     def fill(partial: Path) -> Iterator[str]:
         shutil.copyfile(base.path / "model_index.json", partial / "model_index.json")
@@ -54,8 +60,11 @@ def export_diffusers(source: Source, base: WanDirectory, out: Path, dtype: torch
                 yield f"{component}: unchanged" + (" (weights linked)" if linked else "")
                 continue
             written = write_expert(partial / component, expert, dtype)
-            how = "trained, adapters merged" if component in source.adapters else "trained"
-            yield f"{component}: {how}{_averaged(source)}, {_name(written)}"
+            if component in source.experts:
+                merged = ", adapters merged" if component in source.adapters else ""
+                yield f"{component}: trained{merged}{_averaged(source)}, {_name(written)}"
+            else:
+                yield f"{component}: not trained, as in {source.started_from}, {_name(written)}"
 
     return _whole(out, source, fill)
 

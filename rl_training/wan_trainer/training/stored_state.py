@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,6 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-
-from wan_trainer.models.wan.adapter_files import AdapterConfig, write_adapter
 
 STATE = "state"
 ADAPTERS = "lora"
@@ -55,16 +53,6 @@ class StoredState:
             if stored:
                 load(stored, storage_reader=self._reader, no_dist=True)
         return values
-
-
-def write_adapters(checkpoint: Path, configs: Mapping[str, AdapterConfig]) -> None:
-    """Write `lora/<expert>/` in PEFT's layout from what the checkpoint's state holds; one process."""
-    if not configs:
-        return
-    stored = StoredState(checkpoint)
-    for expert, config in configs.items():
-        names = stored.shapes("model", f"{expert}.")
-        write_adapter(checkpoint / ADAPTERS / expert, config, stored.read("model", names, f"{expert}."))
 
 
 class _OnceReader(FileSystemReader):
