@@ -112,7 +112,7 @@ def measure(megabytes: int, repeats: int, output_dir: Path) -> dict[str, object]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--megabytes", type=int, default=576)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output_dir", type=Path, default=None, help="on the file system to be measured")
