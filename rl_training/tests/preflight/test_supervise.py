@@ -90,6 +90,40 @@ def test_a_second_signal_ends_ranks_that_do_not_stop(tmp_path):
     assert (tmp_path / "torchrun_signalled").exists()
 
 
+def test_a_supervisor_that_is_killed_takes_torchrun_with_it(tmp_path):
+    supervisor = start_ranks(tmp_path)
+    (torchrun,) = children(supervisor.pid)
+    ranks = children(torchrun)
+    try:
+        supervisor.kill()
+        supervisor.wait(timeout=20)
+        deadline = time.monotonic() + 10
+        while runs(torchrun):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
+        supervisor.communicate(timeout=20)
+
+
+def runs(pid: int) -> bool:
+    """False too for what has ended and nobody waits for."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
+    except OSError:
+        return False
+
+
+def test_the_first_failure_is_the_last_line_and_an_old_one_is_not(tmp_path):
+    failure = tmp_path / "first_failure.txt"
+    write = f"open({str(failure)!r}, 'w').write('ValueError: why (rank 3, phase replay, step 7)\\n')"
+    _, stderr = start(tmp_path, child(f"{write}; raise SystemExit(1)")).communicate(timeout=20)
+    assert stderr == "launcher: the first failure: ValueError: why (rank 3, phase replay, step 7)\n"
+    _, stderr = start(tmp_path, child("raise SystemExit(1)")).communicate(timeout=20)
+    assert stderr == ""
+
+
 def test_a_request_that_arrives_several_times_at_once_is_one_request(tmp_path):
     """`timeout` signals its child and then the whole group; handlers interrupt each other."""
     supervisor = start_ranks(tmp_path)

@@ -87,7 +87,7 @@ def test_a_failure_on_one_rank_ends_all_and_the_record_says_where_it_was(
     run_dir = tmp_path / "run"
     answers = _outcomes(recipe, "failure")
     assert len(answers) == 2 and all(answer is not None and answer[0] is False for answer in answers), answers
-    assert "ZeroDivisionError" in answers[1][1] and "ZeroDivisionError" not in answers[0][1]
+    assert answers[1][1].splitlines()[0].startswith("Traceback") and "RunFailure" not in answers[1][1]
     record = json.loads((run_dir / "run.json").read_text())
     assert (record["status"], record["exit_status"]) == ("failed", 1)
     sample = {row["prompt"]: row["sample_id"] for row in rows(run_dir, "rewards.jsonl") if row["step"] == 0}
@@ -97,6 +97,8 @@ def test_a_failure_on_one_rank_ends_all_and_the_record_says_where_it_was(
         f"ZeroDivisionError: a reward that fails (rank 1, phase submit, step {AT}, samples "
     )
     assert "/" in reason.partition("samples ")[2]
+    # The rank that only missed the other one says what that one said.
+    assert f"RunFailure: {reason}\n" in answers[0][1]
     assert not list(run_dir.glob("checkpoint-*"))
 
 

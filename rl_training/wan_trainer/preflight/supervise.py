@@ -11,6 +11,7 @@ failure. A later second signal goes to torchrun, for those who do not want to wa
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import signal
@@ -26,6 +27,11 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM)
 
 _POLL_S = 0.1
 
+# What `training.first_failure` writes; not imported, as that needs torch.
+_FAILURE = "first_failure.txt"
+
+_PR_SET_PDEATHSIG = 1
+
 # One request to stop may arrive twice: `timeout`, a terminal and some schedulers signal a process and then
 # its whole group.
 _ONE_REQUEST_S = 1.0
@@ -40,7 +46,7 @@ class TorchrunChild:
         self._first_at: float | None = None
         for number in _FORWARDED:
             signal.signal(number, self._note)
-        self._process = subprocess.Popen(command, start_new_session=True)
+        self._process = subprocess.Popen(command, start_new_session=True, preexec_fn=_die_with_parent)
 
     def wait(self) -> int:
         """torchrun's own exit status; a child that a signal ended counts as failed."""
@@ -95,10 +101,10 @@ def recorded_status(output_dir: Path) -> int | None:
     return status if isinstance(status, int) else None
 
 
-def fingerprint(output_dir: Path) -> tuple[int, int, int] | None:
-    """Identity of the run.json that is there now; it changes when a run writes it again."""
+def fingerprint(output_dir: Path, name: str = "run.json") -> tuple[int, int, int] | None:
+    """Identity of the file that is there now; it changes when a run writes it again."""
     try:
-        found = (output_dir / "run.json").stat()
+        found = (output_dir / name).stat()
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
@@ -113,11 +119,21 @@ def translate(torchrun_status: int, recorded: int | None) -> int:
 
 def supervise(command: list[str], output_dir: Path) -> int:
     """Run `command` to its end and return the launcher's exit status."""
-    before = fingerprint(output_dir)
+    before, failure_before = fingerprint(output_dir), fingerprint(output_dir, _FAILURE)
     status = TorchrunChild(command).wait()
     # A record that nobody touched is that of an earlier run in the same directory.
     recorded = recorded_status(output_dir) if fingerprint(output_dir) != before else None
-    return translate(status, recorded)
+    ended = translate(status, recorded)
+    if ended == EXIT_FAILURE and fingerprint(output_dir, _FAILURE) not in (None, failure_before):
+        # Last, below what every rank said of its own end.
+        _say(f"the first failure: {(output_dir / _FAILURE).read_text(encoding='utf-8').strip()}")
+    return ended
+
+
+def _die_with_parent() -> None:
+    # A launcher that is killed cannot stop anything. Without torchrun its ranks save and stop, see
+    # `training.stop`; torchrun itself would give them 30 seconds for that.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _signal(pid: int, number: int) -> None:

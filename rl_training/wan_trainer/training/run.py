@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from wan_trainer.algorithms.base import RunFailure
 from wan_trainer.config import (
     LoadedConfig,
     common_values,
@@ -31,7 +32,7 @@ from wan_trainer.recording.run_dir import RunFiles
 from wan_trainer.recording.run_record import FinalCheckpoint, RunRecord
 from wan_trainer.targets import make_importable, source_digests
 from wan_trainer.topology import resolve_topology
-from wan_trainer.training.first_failure import first_failure
+from wan_trainer.training.first_failure import clear_failure, first_failure, lost_peer
 from wan_trainer.training.openings import try_openings
 from wan_trainer.training.run_lock import RunLock
 from wan_trainer.training.session import train_on
@@ -112,23 +113,33 @@ def _compare_nodes(mesh: Mesh, start: Start) -> None:
 
 def _lock(output_dir: Path, held: ExitStack) -> None:
     held.callback(RunLock(output_dir).release)
+    clear_failure(output_dir)
 
 
 def _recorded(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collection[str]) -> int:
-    """`train_on`, with rank 0 writing into run.json how it ended."""
+    """`train_on`, with rank 0 writing into run.json how it ended.
+
+    A rank that fails only because another one is gone raises RunFailure with the line of the first.
+    """
+    output_dir = start.spec.output.output_dir
     status, reason = EXIT_FAILURE, ""
     try:
         status = train_on(mesh, start, record, allow_changed)
         return status
     except UserError as error:
         status, reason = EXIT_BAD_INPUT, "; ".join(error.problems)
+        if not isinstance(error, SharedUserError):
+            # The others do not raise it: they will miss this rank.
+            reason = first_failure(output_dir, mesh.rank, error)
         raise
     except BaseException as error:
-        reason = first_failure(start.spec.output.output_dir, mesh.rank, error)
+        reason = first_failure(output_dir, mesh.rank, error)
+        if lost_peer(error):
+            raise RunFailure(reason) from error
         raise
     finally:
         if mesh.rank == 0:
-            record.finish(status, reason, _final_checkpoint(start.spec.output.output_dir, status))
+            record.finish(status, reason, _final_checkpoint(output_dir, status))
 
 
 def _final_checkpoint(output_dir: Path, status: int) -> FinalCheckpoint | None:

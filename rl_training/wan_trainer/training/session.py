@@ -31,7 +31,6 @@ from wan_trainer.topology import FAMILIES, Topology, assign, total_batches
 from wan_trainer.training.assembly import Model, build_grpo, build_model, build_updater
 from wan_trainer.training.checkpoint import CheckpointWriter, TrainState, load_checkpoint
 from wan_trainer.training.expert_coverage import ExpertCoverage, learning_experts
-from wan_trainer.training.first_failure import clear_failure
 from wan_trainer.training.loop import Boundaries, run_loop
 from wan_trainer.training.observer import RunObserver
 from wan_trainer.training.resume import ResumePoint, find_resume_point
@@ -87,7 +86,6 @@ def train_on(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collect
         if work.resume is not None:
             load_checkpoint(work.resume.checkpoint, model.policy, model.optimizer, mesh, ema=model.ema)
         if mesh.rank == 0:
-            clear_failure(spec.output.output_dir)
             record.start(run_facts(start, mesh, work.dataset, model, work.done))
         announce(console, start, model, work.resume, starting_point, work.total)
         if stop.requested():
