@@ -185,6 +185,9 @@ def test_a_missing_ocr_directory_is_named(world):
     world.set(vbvr_reward_easyocr_module_path=str(world.root / "ocr"))
     lines = errors(world)
     assert sum("vbvr_reward_easyocr_module_path" in line and "EasyOCR" in line for line in lines) == 1
+    (world.root / "ocr").mkdir()
+    (line,) = errors(world)
+    assert "craft_mlt_25k.pth and no english_g2.pth" in line
 
 
 def test_many_scorer_threads_are_a_warning(world):

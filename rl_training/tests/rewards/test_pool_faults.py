@@ -35,7 +35,8 @@ EVALUATOR = f"""
     def evaluate_single_video(video_path, task_name, gt_info, device):
         kind, name = gt_info["prompt"].split(":")
         mark = Path(gt_info["gt_path"]) / name
-        if kind.removesuffix("_always") in ("crash", "hang") and (kind.endswith("_always") or not mark.exists()):
+        always = kind.endswith("_always")
+        if kind.removesuffix("_always") in ("crash", "hang") and (always or not mark.exists()):
             mark.touch()
             if kind == "hang":
                 time.sleep(1000)

@@ -171,6 +171,11 @@ def test_what_a_scorer_is_given(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("OMP_NUM_THREADS", "16")
     request = make_request("report", prompt="push the dot → rechts\n" + "long " * 2000)
+    (tmp_path / "ocr" / "model").mkdir(parents=True)
+    (tmp_path / "ocr" / "model" / "craft_mlt_25k.pth").write_bytes(b"weights")
+    with pytest.raises(UserError, match=r"has no english_g2\.pth"):
+        make_reward(easyocr_module_path=tmp_path / "ocr")
+    (tmp_path / "ocr" / "model" / "english_g2.pth").write_bytes(b"weights")
     reward = make_reward(threads_per_worker=3, easyocr_module_path=tmp_path / "ocr")
     assert _one(reward, clip(0.5, frames=7), request).valid
     sample = request.sample

@@ -35,6 +35,7 @@ COMMANDS = {
     "unpack": Command("unpack", "turn downloaded task archives into a dataset"),
     "make-tiny": Command("make_tiny", "write a tiny model directory for tests and trials"),
     "evalkit-digest": Command("evalkit_digest", "print the digest that pins an evaluator checkout"),
+    "scorer-runtime": Command("scorer_runtime", "compare the libraries that evaluators use with the lock"),
     "probe-judge": Command(
         "probe_judge", "ask the judge about clips whose worth is known", takes_overrides=True
     ),

@@ -12,7 +12,13 @@ from wan_trainer.data.dataset import load_dataset
 from wan_trainer.media import kept_frames
 from wan_trainer.preflight.finding import Finding
 from wan_trainer.preflight.machine import check_scratch
-from wan_trainer.rewards.evalkit import check_checkout, supported_tasks, unsupported_message
+from wan_trainer.rewards.evalkit import (
+    check_checkout,
+    missing_ocr_models,
+    supported_tasks,
+    unsupported_message,
+)
+from wan_trainer.rewards.runtime import scorer_runtime
 from wan_trainer.topology import Topology, check_pending
 from wan_trainer.types import Sample, UserError
 
@@ -66,6 +72,10 @@ def check_evaluator(spec: RuleRewardSpec, tasks: Sequence[str]) -> list[Finding]
     if ocr is not None and not ocr.is_dir():
         line = f"vbvr_reward_easyocr_module_path: {ocr} is not a directory"
         problems.append(Finding(f"{line}: put EasyOCR's models there, or set null"))
+    elif ocr is not None:
+        models = missing_ocr_models(ocr)
+        problems += [] if models is None else [Finding(models)]
+    problems += [Finding(line) for line in scorer_runtime(import_all=False).problems]
     if shutil.which("ffprobe") is None and _mentions(spec.evalkit_dir, "ffprobe"):
         line = f"the evaluator in {spec.evalkit_dir} calls ffprobe, which is not on PATH: install ffmpeg"
         problems.append(Finding(line))

@@ -25,6 +25,9 @@ OTHER_ENTRY = "run_evaluation_video.py"
 PACKAGE = "vbvr_bench"
 DESCRIBE_TIMEOUT_S = 180.0
 
+OCR_MODELS = ("craft_mlt_25k.pth", "english_g2.pth")
+"""What EasyOCR needs to find and read English text without a network."""
+
 
 @dataclass(frozen=True)
 class TaskNames:
@@ -124,6 +127,19 @@ def evaluator_settings(
     ocr = {} if easyocr_module_path is None else {"EASYOCR_MODULE_PATH": str(easyocr_module_path)}
     words = ("fast-decode",) if fast_decode else ()
     return ScorerSettings(directory, work_dir, threads, arguments=words, environment=ocr)
+
+
+def missing_ocr_models(module_path: Path) -> str | None:
+    """What is missing of EasyOCR's models below `module_path`, one line with the remedy; None: nothing."""
+    folder = module_path / "model"
+    files = [folder / name for name in OCR_MODELS]
+    missing = [path.name for path in files if not (path.is_file() and path.stat().st_size)]
+    if not missing:
+        return None
+    return (
+        f"vbvr_reward_easyocr_module_path: {folder} has no {' and no '.join(missing)}; put the files there, "
+        "or set null when no task reads text"
+    )
 
 
 def unusable(directory: Path, failure: ScorerFailure) -> UserError:

@@ -18,6 +18,7 @@ from wan_trainer.rewards.evalkit import (
     check_checkout,
     evaluator_settings,
     match_tasks,
+    missing_ocr_models,
     unsupported_message,
     unusable,
 )
@@ -254,6 +255,10 @@ def _check(spec: RuleRewardSpec) -> None:
             "no memory from the policy; set cpu"
         )
     check_checkout(spec.evalkit_dir, spec.source_sha256)
+    if spec.easyocr_module_path is not None:
+        missing = missing_ocr_models(spec.easyocr_module_path)
+        if missing is not None:
+            raise UserError(missing)
 
 
 def _reserve_descriptors(pending: int) -> None:
