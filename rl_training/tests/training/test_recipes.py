@@ -63,6 +63,9 @@ def small(tmp_path: Path, tiny_dataset: Path) -> list[str]:
 @pytest.fixture
 def rule(tmp_path: Path, tiny_evalkit: TinyEvalkit) -> list[str]:
     """Paths and sizes of the rule reward."""
+    (tmp_path / "model").mkdir()
+    for name in ("craft_mlt_25k.pth", "english_g2.pth"):
+        (tmp_path / "model" / name).write_bytes(b"weights")
     return _flags(
         vbvr_reward_evalkit_dir=tiny_evalkit.directory,
         vbvr_reward_evalkit_source_sha256=tiny_evalkit.sha256,
