@@ -7,8 +7,8 @@ Both sides score the same two rollouts, a clean and a noisy one, of one sample, 
 one worker with one thread, after a warm-up on another sample. Two-step: the rollout is written as an MP4,
 re-encoded by ffmpeg to the prepared size, and scored with a loader that seeks to every frame, as OpenCV's
 users do; the ground truth is read again for every rollout. Ours: the rollout reaches the scorer in memory, is
-encoded once, and is read from start to end where that was proven equal during the warm-up; the ground truth
-is read once.
+encoded once, and like the ground truth it is read from start to end, which was proven equal for both formats
+during the warm-up; the ground truth is read once.
 A third run, ours with the evaluator's own loader, shows that the faster reading changes no score.
 
 The last line is one JSON object with both sides.

@@ -113,26 +113,26 @@ def _outcome(run_dir: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 def _train_5b(
-    recipe: str, prompts: int, flags: list[str], run_dir: Path
+    recipe: str, prompts: int, flags: list[str], run_dir: Path, ranks: int = RANKS
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """A 5B recipe on two nodes whose ranks share prompts: its metrics and record."""
+    """A 5B recipe on two nodes that share prompts: its metrics and record."""
     sizes = _flags(batch_size=prompts, expected_global_prompts=prompts, grpo_shared_prompt_microbatch_size=2)
-    assert run_ranks(RANKS, _train, _recipe(recipe), [*flags, *sizes], 2) == [EXIT_DONE] * RANKS
+    assert run_ranks(ranks, _train, _recipe(recipe), [*flags, *sizes], ranks // 2) == [EXIT_DONE] * ranks
 
     metrics, record = _outcome(run_dir)
     topology = record["topology"]
-    assert (topology["dp_replicate"], topology["dp_shard"], topology["tp"]) == (2, 2, 1)
+    assert (topology["dp_replicate"], topology["dp_shard"], topology["tp"]) == (2, ranks // 2, 1)
     assert topology["prompts"] == prompts and topology["waves"] == prompts // 2
-    assert topology["rollouts_per_rank_wave"] * RANKS == 2 * 2, "two ranks hold one prompt's group"
+    assert topology["rollouts_per_rank_wave"] * ranks == 2 * 2, "four ranks hold half a group each"
     return metrics, record
 
 
-@pytest.mark.parametrize("recipe", ["train_rl_5b_cps", "train_rl_5b_sde"])
-def test_the_5b_rule_recipes_train_with_ranks_that_share_prompts_on_two_nodes(
-    recipe: str, small: list[str], rule: list[str], tmp_path: Path, tiny_ti2v: Path
+@pytest.mark.parametrize(("recipe", "ranks"), [("train_rl_5b_cps", RANKS), ("train_rl_5b_sde", 2)])
+def test_the_5b_rule_recipes_train_on_two_nodes_that_share_prompts(
+    recipe: str, ranks: int, small: list[str], rule: list[str], tmp_path: Path, tiny_ti2v: Path
 ) -> None:
     flags = [*small, *rule, *_flags(model_path=tiny_ti2v)]
-    metrics, record = _train_5b(recipe, 2, flags, tmp_path / "run")
+    metrics, record = _train_5b(recipe, 2, flags, tmp_path / "run", ranks)
     assert [row["policy_age"] for row in metrics] == [0, 1, 1, 1]
     assert record["sampler"]["kind"] == ("dancegrpo" if recipe.endswith("sde") else "flowcps")
 

@@ -2,9 +2,9 @@
 
 Seeking makes a decoder start at the last key frame again for each frame: most of such an evaluator's time.
 In a scorer process `vbvr_bench/evaluators/base_evaluator.py: get_video_frames` gives way to a loader that
-- reads a prepared rollout from the start to the end, after the first rollout of the same length and size was
-  read both ways and every pixel was equal; a format that reads differently stays with the evaluator's loader;
-- reads any other file, a ground truth, with the evaluator's own loader, and keeps the last few results.
+reads from the start to the end. A format, which is what one encoder makes of one length and size, is read
+both ways once; only when every pixel is equal are its later files read once. The frames of ground truths are
+kept for the other rollouts of their group.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from wan_trainer.media import probe_video
 LOADER_MODULE = "vbvr_bench.evaluators.base_evaluator"
 LOADER_NAME = "get_video_frames"
 FILES_KEPT = 2
-"""Results of other files that are kept: a group's rollouts share one ground truth."""
+"""Ground truths whose frames are kept."""
 
 Loader = Callable[..., Any]
-Format = tuple[int, int, int, str]
-"""Frames, height, width and further arguments of the loader."""
+Format = tuple[object, ...]
+"""Whether it is a rollout, codec, frames, rate, height, width, and further arguments of the loader."""
 
 
 @dataclass(frozen=True)
@@ -48,33 +48,43 @@ class Reading:
 class FastLoader:
     """Stands in for an evaluator's `plain` loader. candidate: the prepared rollout that is being scored.
 
-    formats: how the rollouts of a format are read; None for one that the plain loader reads otherwise.
+    formats: how the files of a format are read; None for one that the plain loader reads otherwise. kept:
+    the last results of other files than rollouts.
     """
 
     plain: Loader
     candidate: str = ""
     formats: dict[Format, Reading | None] = field(default_factory=dict[Format, Reading | None])
-    kept: OrderedDict[object, Any] = field(default_factory=OrderedDict[object, Any])
+    kept: OrderedDict[Format, Any] = field(default_factory=OrderedDict[Format, Any])
 
     def load(self, *arguments: Any, **named: Any) -> Any:
         """What `plain` returns for the same arguments."""
         path = _path(arguments, named)
         if path is None:
             return self.plain(*arguments, **named)
-        words = [value for value in (*arguments, *sorted(named.items())) if isinstance(value, int | tuple)]
-        if path == self.candidate:
-            info = probe_video(Path(path))
-            format_ = (info.num_frames, info.height, info.width, repr(words))
-            return self._candidate(path, format_, lambda: self.plain(*arguments, **named))
+        words = repr(
+            [value for value in (*arguments, *sorted(named.items())) if isinstance(value, int | tuple)]
+        )
+        rollout, info = path == self.candidate, probe_video(Path(path))
+        format_ = (rollout, info.codec, info.num_frames, info.fps, info.height, info.width, words)
+        if rollout:
+            return self._read(path, format_, lambda: self.plain(*arguments, **named))
         state = os.stat(path)
-        key = (path, state.st_mtime_ns, state.st_size, repr(words))
-        return self._other(key, lambda: self.plain(*arguments, **named))
+        key = (path, state.st_mtime_ns, state.st_size, words)
+        if key not in self.kept:
+            self.kept[key] = self._read(path, format_, lambda: self.plain(*arguments, **named))
+            while len(self.kept) > FILES_KEPT:
+                self.kept.popitem(last=False)
+        self.kept.move_to_end(key)
+        # An evaluator may draw into what it gets.
+        result = self.kept[key]
+        return [frame.copy() for frame in result] if isinstance(result, list) else copy(result)
 
-    def _candidate(self, path: str, format_: Format, plain: Callable[[], Any]) -> Any:
+    def _read(self, path: str, format_: Format, plain: Callable[[], Any]) -> Any:
         if format_ not in self.formats:
             expected = plain()
-            self.formats[format_] = reading = proven_reading(path, expected)
-            if reading is None:
+            self.formats[format_] = proven_reading(path, expected)
+            if self.formats[format_] is None:
                 print(  # noqa: T201 - a scorer's output is its log
                     f"vbvr_reward_fast_decode: {format_} reads otherwise from start to end; the evaluator's "
                     "own loader is used for it"
@@ -82,16 +92,6 @@ class FastLoader:
             return expected
         reading = self.formats[format_]
         return plain() if reading is None else read_through(path, reading)
-
-    def _other(self, key: object, plain: Callable[[], Any]) -> Any:
-        if key not in self.kept:
-            self.kept[key] = plain()
-            while len(self.kept) > FILES_KEPT:
-                self.kept.popitem(last=False)
-        self.kept.move_to_end(key)
-        # An evaluator may draw into what it gets.
-        result = self.kept[key]
-        return [frame.copy() for frame in result] if isinstance(result, list) else copy(result)
 
 
 def proven_reading(path: str, expected: Any) -> Reading | None:
