@@ -1,14 +1,18 @@
 # ruff: noqa: T201
 """Kills runs at moments drawn over all phases of a step, continues them, and compares bit for bit.
 
-    python benchmarks/kill_resume.py [--kills N] [--seed S] [--keep DIR]
+    python benchmarks/kill_resume.py [--kills N] [--launched N] [--seed S] [--keep DIR]
 
 Two gloo ranks train a tiny model in float32 with a replay delayed by one step. SIGKILL hits one rank or both,
 at an offset into a phase of the step: phases in turn, so that none is missed, and everything else at random.
 Ranks come from a server that has imported the libraries already; the training they run is `train` itself.
 After each kill: no rank is left, neither its lock nor its port is taken, the newest checkpoint verifies, and
 the continued run ends with the weights, optimizer, averages, metrics (but times and memory) and trained
-samples of a run that nobody killed. The last line is one JSON object.
+samples of a run that nobody killed.
+
+A few more runs come from the fish launcher, with scorer processes and data workers: one rank, torchrun or the
+whole job is killed from outside at any time, nothing of the job may be left, and the same comparison follows.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -27,7 +31,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rl_training.tests.training import kills
+import yaml
+
+from rl_training.tests.training import kills, launched_kills
+from rl_training.tests.training.launched_kills import REAL_PARTS, Job
 from rl_training.tests.training.runs import tiny_recipe, write_recipe
 from wan_trainer.data.unpack import unpack
 from wan_trainer.rewards.evalkit import source_sha256
@@ -99,9 +106,39 @@ def benchmark(out: Path, count: int, seed: int, limit_s: float) -> dict[str, obj
     }
 
 
+def benchmark_launched(out: Path, count: int, seed: int) -> dict[str, object]:
+    """The same with `count` runs of the launcher, killed from outside."""
+    if count == 0:
+        return {"launched_kills": 0, "launched_bit_equal": 0}
+    values = yaml.safe_load((out / "recipe.yaml").read_text())
+    recipe = write_recipe(out / "launched.yaml", {**values, **REAL_PARTS})
+    log, whole = out / "launched.log", out / "launched-whole"
+    whole_s = Job(recipe, whole, log).complete()
+    print(f"uninterrupted, by the launcher: {whole_s:.1f} s", flush=True)
+    generator = random.Random(seed)
+    victims: Counter[str] = Counter()
+    equal = 0
+    for index in range(count * TRIES):
+        if victims.total() == count:
+            break
+        run_dir = out / f"launched-{index}"
+        who = launched_kills.kill_and_continue(Job(recipe, run_dir, log), whole_s, generator)
+        if who is not None:
+            victims[who] += 1
+            found = kills.differences(whole, run_dir)
+            equal += not found
+            print(f"launched {victims.total()}: {who}: {found[:5] or 'equal'}", flush=True)
+    return {
+        "launched_kills": victims.total(),
+        "launched_bit_equal": equal,
+        "launched_victims": dict(sorted(victims.items())),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--launched", type=int, default=3, help="kills of runs that the launcher starts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit_s", type=float, default=3600.0, help="no kill starts later than this")
     parser.add_argument("--keep", type=Path, help="work here and leave everything")
@@ -109,11 +146,13 @@ def main() -> int:
     out = args.keep or Path(tempfile.mkdtemp(prefix="kill-resume-"))
     try:
         result = benchmark(out, args.kills, args.seed, args.limit_s)
+        result |= benchmark_launched(out, args.launched, args.seed)
     finally:
         if args.keep is None:
             shutil.rmtree(out, ignore_errors=True)
     print(json.dumps(result))
     ended = result["kills"] == result["bit_equal"] == args.kills
+    ended = ended and result["launched_kills"] == result["launched_bit_equal"] == args.launched
     return 0 if ended and result["during_save"] and result["with_pending_rollout"] else 1
 
 

@@ -44,7 +44,7 @@ def first_failure(output_dir: Path, rank: int, error: BaseException) -> str:
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether `error` only says that another rank is gone, in a collective or in a save that waited for it."""
+    """Whether `error` only says that another rank is gone, in a collective or a save that waited for it."""
     if isinstance(error, CheckpointException):
         return all(lost_peer(failure) for failure, _ in error.failures.values())
     if error.__cause__ is not None and lost_peer(error.__cause__):
