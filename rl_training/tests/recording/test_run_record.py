@@ -15,6 +15,7 @@ from wan_trainer.recording.identity import (
     masked,
     masked_arguments,
     package_versions,
+    weights_identity,
 )
 from wan_trainer.recording.run_record import (
     FinalCheckpoint,
@@ -95,6 +96,17 @@ def test_starts_are_kept_and_the_top_is_the_newest(tmp_path: Path, facts: RunFac
         "step": 12,
         "verified": True,
     }
+
+
+def test_weights_a_run_starts_from_are_known_by_manifest_or_sizes(tmp_path: Path) -> None:
+    (tmp_path / "transformer").mkdir()
+    file = tmp_path / "transformer" / "a.safetensors"
+    file.write_bytes(b"123")
+    assert weights_identity(file).weights == {"a.safetensors": 3}
+    assert weights_identity(tmp_path).weights == {"transformer/a.safetensors": 3}
+    (tmp_path / "manifest.json").write_text("{}")
+    checkpoint = weights_identity(tmp_path)
+    assert (checkpoint.manifest, checkpoint.weights) == (file_sha256(tmp_path / "manifest.json"), {})
 
 
 def test_a_refused_start_leaves_the_run_as_it_was(tmp_path: Path, facts: RunFacts) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from wan_trainer.digests import file_sha256, files_sha256
 from wan_trainer.recording.jsonl import Json
+from wan_trainer.recording.manifest import MANIFEST
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth"})
 _CONFIG_SUFFIXES = frozenset({".json", ".txt", ".model"})
@@ -50,6 +51,15 @@ class ModelIdentity:
     path: Path
     family: str
     configs: Mapping[str, str]
+    weights: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class WeightsIdentity:
+    """Weights a run starts from: a checkpoint by the sha256 of its manifest, else files by size in bytes."""
+
+    path: Path
+    manifest: str | None
     weights: Mapping[str, int]
 
 
@@ -104,6 +114,15 @@ def model_identity(path: Path, family: str) -> ModelIdentity:
         elif file.suffix in _CONFIG_SUFFIXES:
             configs[name] = file_sha256(file)
     return ModelIdentity(path, family, configs, weights)
+
+
+def weights_identity(path: Path) -> WeightsIdentity:
+    """Identify a checkpoint, a directory of weights or one file, without reading any weights."""
+    if (path / MANIFEST).is_file():
+        return WeightsIdentity(path, file_sha256(path / MANIFEST), {})
+    if path.is_file():
+        return WeightsIdentity(path, None, {path.name: path.stat().st_size})
+    return WeightsIdentity(path, None, model_identity(path, "").weights)
 
 
 def _git(directory: Path, *arguments: str) -> str | None:

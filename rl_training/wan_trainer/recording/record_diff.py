@@ -29,7 +29,7 @@ _GROUPS = (
     "packages",
 )
 # Where files lie is no part of what they are; each of these groups has digests.
-_PATHS = {"dataset": "path", "model": "path", "evaluator": "directory"}
+_PATHS = {"dataset": "path", "model": "path", "initial_weights": "path", "evaluator": "directory"}
 ABSENT = "(absent)"
 
 

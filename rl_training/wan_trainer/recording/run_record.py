@@ -21,6 +21,7 @@ from wan_trainer.recording.identity import (
     DatasetIdentity,
     EvaluatorIdentity,
     ModelIdentity,
+    WeightsIdentity,
     launcher_environment,
     masked,
     masked_arguments,
@@ -57,7 +58,8 @@ class RunFacts:
     config, sources: the resolved public config and where each value came from. contract_digests and
     contract_values: per group, what a resumed run must agree with. topology: any dataclass of plain values.
     device: in words. algorithm: "grpo", say. start_batch: batches already done when this start began.
-    targets: parts of the user's own by configuration key: their import path and a digest of their source.
+    initial_weights: what took the place of the model directory's. targets: parts of the user's own by
+    configuration key: their import path and a digest of their source.
     """
 
     algorithm: str
@@ -76,6 +78,7 @@ class RunFacts:
     attention: AttentionIdentity
     code: CodeIdentity
     start_batch: int = 0
+    initial_weights: WeightsIdentity | None = None
     targets: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
 
@@ -145,6 +148,7 @@ class RunRecord:
             "topology": as_json(facts.topology),
             "sampler": as_json(facts.sampler),
             "model": as_json(facts.model),
+            "initial_weights": as_json(facts.initial_weights),
             "dataset": as_json(facts.dataset),
             "evaluator": as_json(facts.evaluator),
             "attention": as_json(facts.attention),

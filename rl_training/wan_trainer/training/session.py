@@ -86,7 +86,7 @@ def train_on(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collect
         if work.resume is not None:
             load_checkpoint(work.resume.checkpoint, model.policy, model.optimizer, mesh, ema=model.ema)
         if mesh.rank == 0:
-            record.start(run_facts(start, mesh, work.dataset, model, work.done))
+            record.start(run_facts(start, mesh, work.dataset, model, starting_point, work.done))
         announce(console, start, model, work.resume, starting_point, work.total)
         if stop.requested():
             console.print("stopped before the first batch; the same command continues from there")

@@ -19,7 +19,13 @@ from wan_trainer.distributed.collectives import SharedUserError
 from wan_trainer.distributed.mesh import Mesh
 from wan_trainer.models.wan.kernel_cache import attention_identity, kernels_cache
 from wan_trainer.models.wan.liger import liger_report
-from wan_trainer.recording.identity import DatasetIdentity, EvaluatorIdentity, code_identity, model_identity
+from wan_trainer.recording.identity import (
+    DatasetIdentity,
+    EvaluatorIdentity,
+    code_identity,
+    model_identity,
+    weights_identity,
+)
 from wan_trainer.recording.run_record import RunFacts, SamplerRecord
 from wan_trainer.targets import named_targets, source_digests
 from wan_trainer.topology import Topology, counted
@@ -127,7 +133,9 @@ def announce(
     console.print(f"output: {spec.output.output_dir}")
 
 
-def run_facts(start: Start, mesh: Mesh, dataset: Dataset, model: Model, done: int) -> RunFacts:
+def run_facts(
+    start: Start, mesh: Mesh, dataset: Dataset, model: Model, starting_point: StartingPoint | None, done: int
+) -> RunFacts:
     """What run.json says about this start. done: batches that were trained before it."""
     spec, config, sampler = start.spec, start.loaded.config, start.spec.sampler
     rule, algorithm, digests = spec.reward.rule, spec.algorithm, source_digests(spec)
@@ -155,6 +163,7 @@ def run_facts(start: Start, mesh: Mesh, dataset: Dataset, model: Model, done: in
             seed=sampler.seed,
         ),
         model=model_identity(spec.model.path, spec.model.family),
+        initial_weights=None if starting_point is None else weights_identity(starting_point.path),
         dataset=DatasetIdentity(
             path=spec.data.dataset_json,
             sha256=dataset.digests[descriptor],
