@@ -36,6 +36,10 @@ COMMANDS = {
     "make-tiny": Command("make_tiny", "write a tiny model directory for tests and trials"),
     "evalkit-digest": Command("evalkit_digest", "print the digest that pins an evaluator checkout"),
     "scorer-runtime": Command("scorer_runtime", "compare the libraries that evaluators use with the lock"),
+    "score": Command("score", "score existing video files as a run would", takes_overrides=True),
+    "probe-reward": Command(
+        "probe_reward", "score clips whose worth is known with the rule evaluator", takes_overrides=True
+    ),
     "probe-judge": Command(
         "probe_judge", "ask the judge about clips whose worth is known", takes_overrides=True
     ),

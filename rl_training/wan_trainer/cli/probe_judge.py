@@ -11,8 +11,10 @@ from wan_trainer.config.specs import VlmRewardSpec
 from wan_trainer.data.dataset import Dataset, load_dataset
 from wan_trainer.preflight.checks import resolve_here
 from wan_trainer.preflight.judge import check_service
-from wan_trainer.rewards.judge_probe import Probe, probe_judge
+from wan_trainer.rewards.clips import GROUND_TRUTH
+from wan_trainer.rewards.judge_probe import probe_judge
 from wan_trainer.rewards.judge_rubric import load_rubrics, rubrics_sha256
+from wan_trainer.rewards.probe import Probe
 from wan_trainer.types import EXIT_DONE, EXIT_FAILURE, Sample, UserError
 
 
@@ -75,4 +77,9 @@ def _lines(probe: Probe) -> list[str]:
         parts = ", ".join(f"{key} {value:.3f}" for key, value in result.components.items())
         shown = f"{result.reward:.3f} ({parts})" if result.valid else f"no verdict: {result.error}"
         lines.append(f"  {name:<14}{shown}  {result.ended - result.started:.1f} s")
-    return lines + [f"warning   {line}" for line in probe.suspicions]
+    return lines + [
+        f"warning   {probe.sample.sample_id}: the {name} clip scores {reward:.3f}, the ground truth "
+        f"{probe.results[GROUND_TRUTH].reward:.3f}: sharpen the rubric of {probe.sample.task}, or use "
+        "another judge"
+        for name, reward in probe.suspicious.items()
+    ]

@@ -45,6 +45,10 @@ class Dataset(Sequence[Sample]):
         """The ids in order; reads no file."""
         return [row.sample_id for row in self._rows]
 
+    def sample_tasks(self) -> list[str]:
+        """The task of each sample in order; reads no file."""
+        return [row.task for row in self._rows]
+
 
 def load_dataset(spec: DataSpec) -> Dataset:
     """Open the data set that spec.dataset_json describes.
