@@ -17,7 +17,7 @@ from wan_trainer.rewards.rule import RuleReward
 from wan_trainer.types import RewardRequest, Sample, SampleId
 
 EVALUATOR = """
-    import json, os, signal, subprocess, sys, time
+    import json, os, signal, socket, subprocess, sys, time, urllib.request
     from pathlib import Path
 
     import av
@@ -27,6 +27,7 @@ EVALUATOR = """
         "brightness", "O-1_dots_data-generator", "hang", "hang_child", "exit", "segfault", "raise", "sysexit",
         "raise_once", "exit_once", "nan", "inf", "above", "text", "nothing", "none", "bare", "swallowed",
         "unread", "flood", "relative", "moves", "report", "dimensions", "slow", "means", "no_dimensions",
+        "fetches", "fetches_by_number",
     )}
 
     def brightness(path):
@@ -46,6 +47,10 @@ EVALUATOR = """
             time.sleep(10_000)
         if task_name == "slow":
             time.sleep(0.5)
+        if task_name == "fetches":
+            urllib.request.urlopen("http://models.invalid/craft.pth", timeout=10)
+        if task_name == "fetches_by_number":
+            socket.create_connection(("192.0.2.1", 80), timeout=10)
         if task_name == "exit":
             print("about to leave")
             os._exit(3)

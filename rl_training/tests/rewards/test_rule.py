@@ -71,6 +71,8 @@ def test_submit_returns_at_once(make_reward: MakeReward, make_request: MakeReque
 BAD_ANSWERS = {
     "raise": "RuntimeError: first line second line",
     "sysexit": "SystemExit: quitting",
+    "fetches": "the evaluator asked for models.invalid; scorers work offline",
+    "fetches_by_number": "the evaluator asked for 192.0.2.1; scorers work offline",
     "nan": "score nan is not in [0, 1]",
     "inf": "score inf is not in [0, 1]",
     "above": "score 1.0001 is not in [0, 1]",

@@ -23,6 +23,7 @@ from wan_trainer.rewards.messages import ScoreJob, Verdict, one_line
 from wan_trainer.rewards.worker import Loaded, finite, real_number, serve
 
 EVALUATOR_MODULE = "run_evaluation"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 FAST_DECODE = "fast-decode"
 """Argument: read videos from start to end, see `rewards.fast_decode`."""
 
@@ -66,11 +67,26 @@ def read_result(result: object) -> Verdict:
 
 
 def _load_evaluator(*, fast_decode: bool) -> Loaded:
+    sys.addaudithook(_refuse_network)
     module = importlib.import_module(EVALUATOR_MODULE)
     evaluate: Evaluate = module.evaluate_single_video
     names = tuple(str(name) for name in module.TASK_EVALUATOR_MAP)
     loader = install() if fast_decode else None
     return Loaded(lambda message, pixels: _score(evaluate, loader, message, pixels), names)
+
+
+def _refuse_network(event: str, details: tuple[object, ...]) -> None:
+    """A library that misses a model file goes and fetches it: a reward must not depend on what it finds."""
+    if event == "socket.getaddrinfo":
+        host = details[0]
+    elif event == "socket.connect" and isinstance(details[1], tuple):
+        host = details[1][0]
+    else:
+        return
+    if host is not None and str(host) not in LOOPBACK:
+        raise OSError(
+            f"the evaluator asked for {one_line(host, 80)}; scorers work offline, put its files here"
+        )
 
 
 def _score(evaluate: Evaluate, loader: FastLoader | None, message: bytes, pixels: int) -> Verdict:
