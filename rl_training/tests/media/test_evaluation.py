@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from pathlib import Path
 
+import av
 import cv2
 import numpy as np
 import pytest
@@ -46,3 +49,50 @@ def test_an_evaluator_that_reads_with_opencv_sees_the_rollout(tmp_path: Path) ->
     there, bgr = cv2.VideoCapture(str(path)).read()
     assert there and bgr.shape == (64, 64, 3)
     assert np.abs(bgr[16:48, 16:48, ::-1].astype(int) - (220, 30, 60)).max() <= 6
+
+
+def by_ffprobe(path: Path) -> tuple[int, float, int, int, str]:
+    """(decoded frames, seconds, height, width, frame rate) as FFmpeg's own program says, not PyAV."""
+    command = ["ffprobe", "-v", "error", "-count_frames", "-select_streams", "v:0", "-of", "json"]
+    fields = "stream=nb_read_frames,duration,height,width,avg_frame_rate:format=duration"
+    done = subprocess.run(
+        [*command, "-show_entries", fields, str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    answer = json.loads(done.stdout)
+    (stream,) = answer["streams"]
+    assert float(answer["format"]["duration"]) == pytest.approx(float(stream["duration"]), abs=2e-3)
+    return (
+        int(stream["nb_read_frames"]),
+        float(stream["duration"]),
+        stream["height"],
+        stream["width"],
+        stream["avg_frame_rate"],
+    )
+
+
+@pytest.mark.parametrize(("count", "fps"), [(1, 8), (5, 24), (9, 16), (49, 8), (81, 16), (81, 24)])
+def test_every_frame_in_is_a_frame_out_at_its_time(count: int, fps: int, tmp_path: Path) -> None:
+    """Rollouts that fit, are scaled, are padded, and are odd in size; grey levels tell their frames apart."""
+    sizes = [(64, 64), (47, 63), (33, 64), (480, 832)] if count == 9 else [(47, 63)]
+    # Farther apart than the codec errs, and never the same within 41 frames.
+    levels = 20 + 5 * ((np.arange(count) * 7) % 41)
+    for height, width in sizes:
+        frames = np.empty((count, height, width, 3), dtype=np.uint8)
+        frames[:] = levels[:, None, None, None]
+        path = tmp_path / f"{height}x{width}.mp4"
+        assert prepare_for_evaluation(frames, fps, 64, 64, 8, count / fps, path) == count
+        seconds = count / fps
+        assert by_ffprobe(path) == (count, pytest.approx(seconds, abs=1e-3), 64, 64, f"{fps}/1")
+        with av.open(str(path)) as container:
+            decoded = list(container.decode(video=0))
+            stream = container.streams.video[0]
+            assert stream.duration is not None and stream.time_base is not None
+            assert float(stream.duration * stream.time_base) == pytest.approx(seconds, abs=1e-3)
+        assert [frame.time for frame in decoded] == pytest.approx(np.arange(count) / fps, abs=1e-4)
+        assert all((frame.height, frame.width) == (64, 64) for frame in decoded)
+        middle = read_frames(path)[:, 28:36, 28:36].astype(float).mean(axis=(1, 2, 3))
+        assert np.abs(middle - levels).max() < 2.0
