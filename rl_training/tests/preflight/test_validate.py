@@ -50,7 +50,8 @@ def test_a_good_config_passes_and_leaves_the_facts(world):
     facts = world.root / "facts"
     done = validate(world, "--facts", str(facts))
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    (warning,) = done.stderr.splitlines()  # the files of this dataset hold no pictures
+    assert "warning: probes not made" in warning and "ground_truth.mp4: not a readable video" in warning
     assert f"node 0 ({socket.gethostname()}): note: device is cpu" in done.stdout
     assert "2 scorer processes with 2 threads" in done.stdout
     assert "passed" in done.stdout

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,7 +157,7 @@ def videos(tmp_path: Path, tiny_dataset: Path) -> Path:
     return directory
 
 
-def rows(path: Path) -> dict[str, dict[str, object]]:
+def rows(path: Path) -> dict[str, dict[str, Any]]:
     return {row["sample_id"]: row for row in map(json.loads, path.read_text().splitlines())}
 
 

@@ -19,6 +19,7 @@ from wan_trainer.config.specs import RunSpec
 from wan_trainer.preflight.checks import DEFAULT_ADDRESS, DEFAULT_PORT, resolve_here, run_checks
 from wan_trainer.preflight.finding import Finding
 from wan_trainer.preflight.paths import check_named_paths
+from wan_trainer.preflight.reward_probe import check_probes
 from wan_trainer.preflight.rollcall import NodeReport, call_roll
 from wan_trainer.recording.identity import code_digest
 from wan_trainer.targets import make_importable, source_digests
@@ -59,6 +60,8 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         _report(node, problems, started)
         return EXIT_BAD_INPUT
     spec = resolve_here(loaded.config)
+    if args.node_rank == 0 and spec.reward.rule is not None:
+        problems += check_probes(spec.reward.rule, spec.data)
     if args.join and args.nodes > 1:
         problems += [Finding(line) for line in _call_roll(args, loaded, spec)]
     _report(node, problems, started)
