@@ -119,6 +119,7 @@ def test_a_run_ends_with_everything_a_reader_needs(recipe: Path, tmp_path: Path)
     assert (record["status"], record["exit_status"]) == ("finished", 0)
     assert record["final_checkpoint"]["step"] == 2 and record["final_checkpoint"]["verified"]
     assert record["attention"]["backend"] == "native" and record["packages"]["torch"]
+    assert len(record["evaluator"]["runtime"]["fingerprint"]) == 64
     assert record["code"]["sources"] and record["evaluator"]["source_sha256"] and record["dataset"]["sha256"]
     assert main(["verify", str(run)]) == 0
     # The record leads to the model that the rest of a pipeline comes from.

@@ -77,7 +77,7 @@ class DatasetIdentity:
 class EvaluatorIdentity:
     """The external evaluator a run was pinned to.
 
-    runtime: what its scores depend on beside its sources (packages, models, programs), as far as it is known.
+    runtime: fingerprint and versions of the libraries that its scores depend on beside its sources.
     """
 
     directory: Path

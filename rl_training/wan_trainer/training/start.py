@@ -13,7 +13,7 @@ from rich.console import Console
 import wan_trainer
 from wan_trainer.config import LoadedConfig, contract_digests, public_values
 from wan_trainer.config.device import CPU_SOURCE
-from wan_trainer.config.specs import OptimizerSpec, RunSpec, Target
+from wan_trainer.config.specs import OptimizerSpec, RuleRewardSpec, RunSpec, Target
 from wan_trainer.data.dataset import Dataset
 from wan_trainer.distributed.collectives import SharedUserError
 from wan_trainer.distributed.mesh import Mesh
@@ -27,6 +27,7 @@ from wan_trainer.recording.identity import (
     weights_identity,
 )
 from wan_trainer.recording.run_record import RunFacts, SamplerRecord
+from wan_trainer.rewards.runtime import scorer_runtime
 from wan_trainer.targets import named_targets, source_digests
 from wan_trainer.topology import Topology, counted
 from wan_trainer.training.assembly import Model, flow_shift, sigma_grid
@@ -133,6 +134,17 @@ def announce(
     console.print(f"output: {spec.output.output_dir}")
 
 
+def _evaluator(rule: RuleRewardSpec) -> EvaluatorIdentity:
+    """The evaluator with the libraries of this machine, which its scores depend on."""
+    runtime = scorer_runtime(import_all=False)
+    packages = {package.name: package.installed for package in runtime.packages}
+    return EvaluatorIdentity(
+        rule.evalkit_dir,
+        rule.source_sha256,
+        {"fingerprint": runtime.fingerprint, "lines_layout": runtime.lines_layout, "packages": packages},
+    )
+
+
 def run_facts(
     start: Start, mesh: Mesh, dataset: Dataset, model: Model, starting_point: StartingPoint | None, done: int
 ) -> RunFacts:
@@ -170,7 +182,7 @@ def run_facts(
             manifests={name: digest for name, digest in dataset.digests.items() if name != descriptor},
             samples=len(dataset),
         ),
-        evaluator=(None if rule is None else EvaluatorIdentity(rule.evalkit_dir, rule.source_sha256)),
+        evaluator=None if rule is None else _evaluator(rule),
         attention=attention_identity(spec.model.attention_backend, kernels_cache(os.environ)),
         targets={
             key: {"path": target.path, "source": digests[key]} for key, target in named_targets(spec).items()
