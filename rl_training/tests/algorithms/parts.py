@@ -152,14 +152,14 @@ class Sgd:
     def set_gradient_sync(self, is_last: bool) -> None:
         self.syncs.append(is_last)
 
-    def step(self) -> Applied:
+    def step(self, *, finite_loss: bool = True) -> Applied:
         gradient = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
             for name, p in self.policy.named_parameters()
         }
         reached = any(p.grad is not None for p in self.policy.parameters())
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
-        applied = math.isfinite(norm) and reached
+        applied = math.isfinite(norm) and reached and finite_loss
         if applied:
             self.gradients.append(gradient)
             with torch.no_grad():

@@ -17,6 +17,7 @@ from rl_training.tests.algorithms.parts import (
     without,
 )
 from wan_trainer.algorithms.base import RunFailure
+from wan_trainer.objectives.surrogate import clipped_surrogate
 from wan_trainer.sampling.noise import group_eta
 from wan_trainer.training.scheduler import ReplayScheduler
 from wan_trainer.types import RewardResult, SampleId
@@ -243,6 +244,15 @@ def test_a_skipped_update_changes_no_version() -> None:
     record = step(setup)
     assert record.skipped and record.step == 1 and record.policy_version == 0
     assert setup.algorithm.policy_version == 0 and math.isnan(record.grad_norm)
+
+
+def test_a_loss_that_is_not_finite_skips_the_update_whatever_its_gradient() -> None:
+    setup = build()
+    replayer = setup.algorithm._replayer
+    replayer._loss = lambda *arguments: clipped_surrogate(*arguments) + float("inf")
+    record = step(setup)
+    assert record.skipped and record.policy_loss == math.inf and math.isfinite(record.grad_norm)
+    assert not setup.updater.gradients
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -72,7 +72,7 @@ class Collect:
             expert.set_requires_gradient_sync(is_last or self.always)
             expert.set_is_last_backward(is_last)
 
-    def step(self) -> Applied:
+    def step(self, *, finite_loss: bool = True) -> Applied:
         self.gradient = {
             name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone()
             for name, p in self.policy.trainable()

@@ -137,7 +137,7 @@ class Keeping(Updater):
     gradient: dict[str, torch.Tensor]
     policy: WanPolicy
 
-    def step(self) -> UpdateResult:
+    def step(self, *, finite_loss: bool = True) -> UpdateResult:
         self.gradient = {name: whole(p.grad) for name, p in self.policy.trainable() if p.grad is not None}
         return super().step()
 

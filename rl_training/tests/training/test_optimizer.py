@@ -82,9 +82,10 @@ def test_a_nonfinite_gradient_changes_nothing_and_too_many_stop_the_run(bad: flo
     assert not updater.step().skipped
     spoil()
     assert updater.step().skipped
-    spoil()
+    # A loss that is not finite counts, whatever gradient it has.
+    model.weight.grad = torch.ones(1, 3)
     with pytest.raises(NonFiniteError, match="max_nonfinite_steps"):
-        updater.step()
+        updater.step(finite_loss=False)
 
 
 def test_the_schedule_continues_from_the_number_of_updates_done() -> None:

@@ -121,11 +121,11 @@ class Grpo:
             self._busy_s += time.monotonic() - started
             return None
         window, self._window = self._window, []
-        results = [self._optimize(rollout.batch.step)]
+        results = [self._optimize(window)]
         for _ in range(1, self._grpo.updates_per_rollout):
             for replayed in window:
                 self._next_pass(replayed)
-            results.append(self._optimize(rollout.batch.step))
+            results.append(self._optimize(window))
         update_s = time.monotonic() - started
         self._busy_s += update_s
         return self._record(window, results, update_s)
@@ -208,9 +208,11 @@ class Grpo:
                 is_last=scored.wave is replayed.rollout.waves[-1],
             )
 
-    def _optimize(self, step: int) -> UpdateResult:
-        with self._clock.span("optimize", step):
-            result = self._updater.step()
+    def _optimize(self, window: Sequence[_Replayed]) -> UpdateResult:
+        passes = [replayed.passes[-1] for replayed in window]
+        losses = [loss for summary in passes for loss in (*summary.loss, *summary.kl_loss)]
+        with self._clock.span("optimize", window[-1].rollout.batch.step):
+            result = self._updater.step(finite_loss=all(map(math.isfinite, losses)))
         if not result.skipped:
             self.policy_version += 1
         return result

@@ -94,8 +94,11 @@ class Updater(Protocol):
         """
         ...
 
-    def step(self) -> UpdateResult:
-        """Clip and apply the gradients, or skip a non-finite one; then drop them."""
+    def step(self, *, finite_loss: bool = True) -> UpdateResult:
+        """Clip and apply the gradients, or skip them where they or the loss are not finite; then drop them.
+
+        finite_loss: the same on every rank.
+        """
         ...
 
 

@@ -16,7 +16,7 @@ from wan_trainer.training.lr_schedule import learning_rate_schedule
 
 
 class NonFiniteError(RuntimeError):
-    """The gradient was not finite for too many updates in a row."""
+    """Loss or gradient were not finite for too many updates in a row."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,10 @@ class Updater:
         """Drop all gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def step(self) -> UpdateResult:
+    def step(self, *, finite_loss: bool = True) -> UpdateResult:
         """Apply the gradients; skip this update when there are none at all or they are not finite.
 
+        finite_loss: False skips it too, on every rank; a loss of one's own may hide that from its gradient.
         Raises NonFiniteError after `max_nonfinite_steps` skipped updates in a row.
         """
         spec = self._spec
@@ -112,7 +113,7 @@ class Updater:
         reached = any(parameter.grad is not None for parameter in parameters)
         grad_norm = float(clip_gradients(parameters, spec.max_grad_norm).item()) if reached else 0.0
         # The norm is a global reduction, so every rank sees the same number and takes the same branch.
-        finite = math.isfinite(grad_norm)
+        finite = math.isfinite(grad_norm) and finite_loss
         applied = finite and reached
         if applied:
             self.optimizer.step()
@@ -130,9 +131,8 @@ class Updater:
         self.updates += 1
         if not finite and self._nonfinite_in_a_row >= spec.max_nonfinite_steps:
             raise NonFiniteError(
-                f"update {self.updates}: the gradient norm was {grad_norm} for {self._nonfinite_in_a_row} "
-                "updates in a "
-                "row (max_nonfinite_steps): lower learning_rate or grpo_clip_range, or look at the last "
-                "rewards"
+                f"update {self.updates}: loss or gradient (norm {grad_norm}) was not finite for "
+                f"{self._nonfinite_in_a_row} updates in a row (max_nonfinite_steps): lower learning_rate or "
+                "grpo_clip_range, or look at the last rewards"
             )
         return UpdateResult(grad_norm=grad_norm, lr=lr, skipped=not applied)
