@@ -228,7 +228,7 @@ if __name__ == "__main__":
 
 
 def start_trainer(tmp_path: Path, dataset_json: Path) -> subprocess.Popen[str]:
-    """A running trainer in a process group of its own, at step 3."""
+    """A running trainer in a process group of its own, whose worker does not run Python yet."""
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER)
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
@@ -239,10 +239,18 @@ def start_trainer(tmp_path: Path, dataset_json: Path) -> subprocess.Popen[str]:
         start_new_session=True,
         env=environment,
     )
+    deadline = time.monotonic() + 60
+    while not worker_pids(process.pid):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    return process
+
+
+def at_step(process: subprocess.Popen[str], step: int) -> None:
     assert process.stdout is not None
     for line in process.stdout:
-        if json.loads(line) == {"step": 3}:
-            return process
+        if json.loads(line) == {"step": step}:
+            return
     raise AssertionError(f"the trainer ended early with {process.wait()}")
 
 
@@ -259,8 +267,10 @@ def test_workers_outlive_signals_to_the_group_and_die_with_the_rank(
     process = start_trainer(tmp_path, dataset_json)
     workers = worker_pids(process.pid)
     assert len(workers) == 1
-    os.killpg(process.pid, signal.SIGINT)
+    # A worker takes seconds to start, and must not hear a signal meanwhile.
     os.killpg(process.pid, signal.SIGTERM)
+    at_step(process, 3)
+    os.killpg(process.pid, signal.SIGINT)
     assert process.stdout is not None
     last = {}
     for line in process.stdout:
@@ -272,6 +282,15 @@ def test_workers_outlive_signals_to_the_group_and_die_with_the_rank(
     process.kill()
     process.communicate(timeout=60)
     assert wait_until_gone(workers, 30) == []
+
+
+def test_a_worker_whose_rank_dies_while_it_starts_ends(dataset_json: Path, tmp_path: Path) -> None:
+    process = start_trainer(tmp_path, dataset_json)
+    workers = worker_pids(process.pid)
+    time.sleep(0.5)  # by then it has read what it is to do, and imports
+    process.kill()
+    process.communicate(timeout=60)  # its output ends when the last of them does
+    assert wait_until_gone(workers, 60) == []
 
 
 def test_a_dead_worker_ends_the_run_at_once(dataset_json: Path, spec: Spec) -> None:

@@ -8,11 +8,14 @@ by path.
 from __future__ import annotations
 
 import atexit
+import ctypes
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import resource_tracker
 from typing import Any
 
 import numpy as np
@@ -30,6 +33,7 @@ from wan_trainer.types import PromptBatch, Sample, UserError
 # standing still.
 READ_TIMEOUT_S = 900
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ def _iterate(steps: _Steps, requests: Sequence[_Request], spec: DataSpec) -> Ite
         prefetch_factor=spec.prefetch_factor if workers else None,
         persistent_workers=spec.persistent_workers and workers > 0,
         timeout=READ_TIMEOUT_S if workers else 0,
-        worker_init_fn=_outlive_the_process_group,
+        worker_init_fn=partial(_outlive_the_process_group, os.getpid()),
         # Not fork: torch, gloo and NCCL have threads by now, and a forked child inherits their locks
         # without the threads that would release them. A spawned one starts from nothing.
         multiprocessing_context="spawn" if workers else None,
@@ -165,6 +169,8 @@ def _unchanged(loaded: Any) -> Any:
 @contextmanager
 def _stop_signals_blocked() -> Iterator[None]:
     """Processes started here are born with SIGINT and SIGTERM blocked, before their Python has run."""
+    # It would be started with the first of them, and unblocks both signals when it is.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
         yield
@@ -172,11 +178,15 @@ def _stop_signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _outlive_the_process_group(worker: int) -> None:
+def _outlive_the_process_group(rank_pid: int, worker: int) -> None:
     """A stop signal goes to the whole process group; the rank still needs its data to reach a safe point.
 
-    Workers end when the rank closes them or is gone: the loader's watchdog sees that its parent changed.
+    Workers end when the rank closes them or is gone. The loader's own watchdog would not notice a rank that
+    died while they started, which takes seconds: it compares with the parent it finds then.
     """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != rank_pid:
+        os._exit(1)
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
