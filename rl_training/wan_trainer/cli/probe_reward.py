@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from wan_trainer.config.family import known_family
 from wan_trainer.config.load import load_with_sources
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
 
 def table(probes: Sequence[TaskProbe]) -> Table:
     """The mean reward of each clip of each task."""
-    shown = Table("task", *CLIPS)
+    shown = Table(Column("task", overflow="fold"), *CLIPS)
     for probe in probes:
         cells = ("-" if math.isnan(value) else f"{value:.3f}" for value in probe.means.values())
         shown.add_row(probe.task, *cells)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from wan_trainer.config.family import known_family
 from wan_trainer.config.load import load_with_sources
@@ -105,7 +105,7 @@ def row(score: FileScore, directory: Path) -> dict[str, object]:
 
 def table(scores: Sequence[FileScore]) -> Table:
     """Number, mean, least and greatest reward of each task."""
-    shown = Table("task", "videos", "scored", "mean", "least", "greatest")
+    shown = Table(Column("task", overflow="fold"), "videos", "scored", "mean", "least", "greatest")
     groups: dict[str, list[FileScore]] = {}
     for score in scores:
         groups.setdefault(score.file.task, []).append(score)
