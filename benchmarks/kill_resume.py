@@ -12,6 +12,7 @@ samples of a run that nobody killed.
 
 A few more runs come from the fish launcher, with scorer processes and data workers: one rank, torchrun or the
 whole job is killed from outside at any time, nothing of the job may be left, and the same comparison follows.
+They train on-policy: without torchrun ranks save where they are, which with a delay is another run.
 The last line is one JSON object.
 """
 
@@ -113,8 +114,9 @@ def benchmark_launched(out: Path, count: int, seed: int) -> dict[str, object]:
     values = yaml.safe_load((out / "recipe.yaml").read_text())
     recipe = write_recipe(out / "launched.yaml", {**values, **REAL_PARTS})
     log, whole = out / "launched.log", out / "launched-whole"
-    whole_s = Job(recipe, whole, log).complete()
-    print(f"uninterrupted, by the launcher: {whole_s:.1f} s", flush=True)
+    Job(recipe, whole, log).complete()
+    length_s = launched_kills.training_s(whole)
+    print(f"uninterrupted, by the launcher: {length_s:.1f} s from its first span", flush=True)
     generator = random.Random(seed)
     victims: Counter[str] = Counter()
     equal = 0
@@ -122,7 +124,7 @@ def benchmark_launched(out: Path, count: int, seed: int) -> dict[str, object]:
         if victims.total() == count:
             break
         run_dir = out / f"launched-{index}"
-        who = launched_kills.kill_and_continue(Job(recipe, run_dir, log), whole_s, generator)
+        who = launched_kills.kill_and_continue(Job(recipe, run_dir, log), length_s, generator)
         if who is not None:
             victims[who] += 1
             found = kills.differences(whole, run_dir)

@@ -35,11 +35,12 @@ from wan_trainer.types import EXIT_DONE
 
 RANKS = 2
 BATCHES, SAVE_STEPS = 6, 2
-OVERRIDES = [
+COMMON = [
     *("--max_steps", str(BATCHES), "--num_epochs", "2", "--save_steps", str(SAVE_STEPS)),
-    *("--max_off_policy_steps", "1", "--ema_decay", "0.5", "--keep_checkpoints", "2"),
-    *("--grpo_sample_batch_size", "1", "--reduce_dtype", "float32"),
+    *("--ema_decay", "0.5", "--keep_checkpoints", "2", "--grpo_sample_batch_size", "1"),
+    *("--reduce_dtype", "float32"),
 ]
+OVERRIDES = [*COMMON, "--max_off_policy_steps", "1"]
 START = "start"
 WRITE = "write"
 # How long the ranks that are left may take to end, and a start to finish.

@@ -1,4 +1,8 @@
-"""Runs of the real launcher, with scorers and data workers, that are killed from outside and continued."""
+"""Runs of the real launcher, with scorers and data workers, that are killed from outside and continued.
+
+On-policy: ranks whose torchrun is killed save where they are. With a delay that would empty the queue where
+the uninterrupted run does not, and the two would differ as they should.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rl_training.tests.training.kills import OVERRIDES, RANKS, RUN_S, TEARDOWN_S
+from rl_training.tests.training.kills import COMMON, RANKS, RUN_S, TEARDOWN_S
+from rl_training.tests.training.runs import rows
 from wan_trainer.preflight.network import free_port
 from wan_trainer.preflight.supervise import children
 from wan_trainer.recording.manifest import latest_checkpoint, verify_checkpoint
 from wan_trainer.training.run_lock import RunLock
+from wan_trainer.types import UserError
 
 LAUNCHER = Path(__file__).resolve().parents[3] / "scripts" / "train" / "grpo_multinode.fish"
 _MARK = "WAN_TRAINER_TEST_JOB"
@@ -51,7 +57,7 @@ class Job:
         command = ["fish", str(LAUNCHER), "--nproc", str(RANKS), "--config", str(self.recipe)]
         with self.log.open("ab") as log:
             launcher = subprocess.Popen(
-                [*command, "--output_dir", str(self.output_dir), *OVERRIDES],
+                [*command, "--output_dir", str(self.output_dir), *COMMON],
                 env={**kept, "MASTER_PORT": str(self.port), _MARK: self.mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -79,29 +85,37 @@ class Job:
         """The ranks; none before torchrun has started them."""
         return [rank for torchrun in children(launcher.pid) for rank in children(torchrun)]
 
-    def complete(self) -> float:
-        """Start or continue the run and let it end; the seconds it took."""
-        began = time.monotonic()
+    def complete(self) -> None:
+        """Start or continue the run and let it end."""
         with self.started() as launcher:
             status = launcher.wait(RUN_S)
             assert status == 0, f"status {status}, see {self.log}"
             self.assert_nothing_left()
-        return time.monotonic() - began
 
     def assert_nothing_left(self) -> None:
-        """Raises AssertionError when processes of the job outlive it by long. A data worker looks for its
-        parent every few seconds."""
+        """Raises AssertionError when processes of the job or its lock outlive it by long. A data worker looks
+        for its parent every few seconds."""
         deadline = time.monotonic() + TEARDOWN_S
         while left := self.processes():
             assert time.monotonic() < deadline, f"left behind: {left}"
             time.sleep(0.1)
+        # A dying process shows no environment any more and closes its files a moment later.
+        while not _is_free(self.output_dir):
+            assert time.monotonic() < deadline, "the lock is held"
+            time.sleep(0.1)
 
 
-def kill_and_continue(job: Job, whole_s: float, generator: random.Random) -> str | None:
+def training_s(run_dir: Path) -> float:
+    """From the first span of a whole run to its last, seconds."""
+    spans = rows(run_dir, "timeline.jsonl")
+    return max(span["end"] for span in spans) - min(span["start"] for span in spans)
+
+
+def kill_and_continue(job: Job, length_s: float, generator: random.Random) -> str | None:
     """Kill one rank, torchrun or the whole job while it trains, and continue it; who it was.
 
-    None when the run ended before. whole_s: how long a run takes. Raises AssertionError when something of the
-    job stays behind.
+    None when the run ended before. length_s: how long a run trains once all is loaded. Raises AssertionError
+    when something of the job stays behind.
     """
     who = generator.choice(("one rank", "torchrun", "the whole job"))
     with job.started() as launcher:
@@ -111,7 +125,7 @@ def kill_and_continue(job: Job, whole_s: float, generator: random.Random) -> str
                 f"it does not start, see {job.log}"
             )
             time.sleep(0.02)
-        time.sleep(generator.random() * whole_s / 2)
+        time.sleep(generator.random() * length_s)
         ranks = job.ranks(launcher)
         if len(ranks) < RANKS:
             return None
@@ -124,13 +138,20 @@ def kill_and_continue(job: Job, whole_s: float, generator: random.Random) -> str
             _kill(pid)
         launcher.wait(TEARDOWN_S)
         job.assert_nothing_left()
-    RunLock(job.output_dir).release()
     found = latest_checkpoint(job.output_dir)
     if found is not None:
         verify_checkpoint(found)
     # On the same port: it is free again.
     job.complete()
     return who
+
+
+def _is_free(output_dir: Path) -> bool:
+    try:
+        RunLock(output_dir).release()
+    except UserError:
+        return False
+    return True
 
 
 def _kill(pid: int) -> None:
