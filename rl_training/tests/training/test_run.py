@@ -191,7 +191,7 @@ def _first_update(recipe: str, world: int, overrides: list[str]) -> dict[str, An
     updater = build_updater(spec, model, 2, 0)
     seen: dict[str, Any] = {}
 
-    def keep_gradients() -> UpdateResult:
+    def keep_gradients(*, finite_loss: bool = True) -> UpdateResult:
         seen["gradients"] = {
             name: parameter.grad.full_tensor().flatten().tolist()
             for name, parameter in model.policy.trainable()

@@ -198,7 +198,7 @@ class Grpo:
         batch, spec = replayed.rollout.batch, self._grpo
         terms = len(batch.samples) * spec.group_size * len(replayed.steps)
         drawn = {i.prompt for chunk in scored.wave.chunks for i in chunk.trajectory.ids}
-        names = [batch.samples[prompt].sample_id for prompt in sorted(drawn)]
+        names = (batch.samples[prompt].sample_id for prompt in sorted(drawn))  # read on a failure only
         with naming(names), self._clock.span("replay", batch.step):
             self._replayer.accumulate(
                 scored,
