@@ -58,7 +58,8 @@ class SampleId(NamedTuple):
 class Sample:
     """One row of a dataset. Paths are absolute; a text-to-video prompt list has no media paths.
 
-    `sample_id` ("task/id") is the identity of the prompt, never its text.
+    `sample_id` ("task/id") is the identity of the prompt, never its text. `ground_truth_video` is the answer
+    that a rule reward compares with, `reference_video` what a prompt list offers to any other reward.
     """
 
     sample_id: str
@@ -69,6 +70,7 @@ class Sample:
     final_frame: Path | None = None
     metadata: Path | None = None
     negative_prompt: str | None = None
+    reference_video: Path | None = None
 
 
 @dataclass(frozen=True)
