@@ -199,6 +199,34 @@ class Reward(Protocol):
 
 
 @dataclass(frozen=True)
+class RewardContext:
+    """What a differentiable reward is told when it is built. fps: frames a second of the videos it scores."""
+
+    device: torch.device
+    fps: int
+
+
+@dataclass(frozen=True)
+class DifferentiableScores:
+    """The verdicts of a differentiable reward on N videos.
+
+    reward: (N,) float32, with a graph that reaches the videos; nan where there is no verdict. components:
+    named raw scores, (N,) float32 without a graph.
+    """
+
+    reward: torch.Tensor
+    components: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
+
+
+class DifferentiableReward(Protocol):
+    """A frozen model of what a good video is, whose gradient reaches the pixels."""
+
+    def score(self, videos: torch.Tensor, samples: Sequence[Sample]) -> DifferentiableScores:
+        """Score float32 (N, 3, F, H, W) RGB in [0, 1], one sample a row; `videos` may require a gradient."""
+        ...
+
+
+@dataclass(frozen=True)
 class RewardTable:
     """All rewards of one wave, the same on every rank: rewards[prompt][member], nan where missing."""
 
