@@ -168,6 +168,7 @@ def named_targets(spec: RunSpec) -> dict[str, Target]:
         "grpo_sde_formula": spec.sampler.kind,
         "grpo_loss": spec.grpo.loss,
         **{key: own.target for key, own in spec.reward.own.items()},
+        **({} if spec.refl is None else spec.refl.roles.targets),
     }
     return {key: choice for key, choice in choices.items() if isinstance(choice, Target)}
 

@@ -68,7 +68,7 @@ class Topology:
     dp = dp_replicate * dp_shard ranks hold different rollouts; the tp ranks of each share them. prompts: of
     one step over all ranks. wave: prompts whose rewards are gathered together. Rollouts are counted a step;
     rollouts_per_rank and rollouts_per_rank_wave count for each data-parallel rank. ranks_per_prompt is
-    below 1 when one rank holds several prompts.
+    below 1 when one rank holds several prompts. world: ranks of the model; reward_ranks come on top.
     """
 
     nodes: int
@@ -87,18 +87,20 @@ class Topology:
     rollouts_per_rank_wave: int
     ranks_per_prompt: Fraction
     shared_prompts: bool
+    reward_ranks: int = 0
 
 
 def resolve_topology(
-    batch: BatchSpec, parallel: ParallelSpec, group_size: int, nodes: int, nproc: int
+    batch: BatchSpec, parallel: ParallelSpec, group_size: int, nodes: int, nproc: int, reward_ranks: int = 0
 ) -> Topology:
     """The topology on `nodes` machines with `nproc` processes each; `group_size` rollouts of each prompt.
 
+    reward_ranks: ranks of a reward's own, the last ones; the others are the world of the model.
     Raises UserError with every rule that the numbers break, each with the nearest values that work.
     """
     tp = parallel.tensor_parallel_size
     _check_ranks(nodes, nproc, tp)
-    world = nodes * nproc
+    world = _actor_ranks(nodes * nproc, tp, reward_ranks)
     dp = world // tp
     shared = batch.shared_prompts
     prompts = batch.batch_size if shared else batch.batch_size * dp
@@ -141,7 +143,30 @@ def resolve_topology(
         rollouts_per_rank_wave=wave * group // dp,
         ranks_per_prompt=Fraction(dp, wave),
         shared_prompts=shared,
+        reward_ranks=reward_ranks,
     )
+
+
+def _actor_ranks(ranks: int, tp: int, reward_ranks: int) -> int:
+    """The ranks that train, once those of a reward's own are taken away."""
+    actors = ranks - reward_ranks
+    if reward_ranks == 0:
+        return actors
+    key = f"roles.reward.placement.ranks: {reward_ranks}"
+    valid = [n for n in range(1, ranks) if (ranks - n) % n == 0 and (ranks - n) % tp == 0]
+    remedy = "use " + " or ".join(str(n) for n in _nearest(reward_ranks, valid)) if valid else "start more"
+    if actors < 1:
+        raise UserError(f"{key} of {counted(ranks, 'rank')} leave none to the actor; {remedy}")
+    if actors % reward_ranks:
+        raise UserError(
+            f"{key} cannot serve the {actors} other ranks alike, whose number they must divide; {remedy}"
+        )
+    if actors % tp:
+        raise UserError(
+            f"{key} leave {counted(actors, 'rank')} to the actor, which tensor_parallel_size {tp} does not "
+            f"divide; {remedy}"
+        )
+    return actors
 
 
 def _check_ranks(nodes: int, nproc: int, tp: int) -> None:

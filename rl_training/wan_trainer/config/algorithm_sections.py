@@ -1,4 +1,4 @@
-"""The public schema, continued: the GRPO objective and sampler, and the two rewards."""
+"""The public schema, continued: the objectives and samplers of GRPO and ReFL, and the two rewards."""
 
 from __future__ import annotations
 
@@ -6,10 +6,68 @@ from typing import ClassVar, Literal
 
 from wan_trainer.config.fields import key
 from wan_trainer.config.reward_choice import RewardChoice
+from wan_trainer.config.roles import RolesMapping
 from wan_trainer.config.sections import Pair, Section
 from wan_trainer.config.target import TargetMapping
 
 SHA256 = r"^[0-9a-f]{64}$"
+
+
+class RolloutSection(Section):
+    title: ClassVar[str] = "Rollouts of every algorithm"
+
+    flow_shift: float | None = key(
+        None, "Shift of the noise schedule; null takes the model's own.", group="sampler", gt=0
+    )
+    negative_prompt: str = key("", "Text of the unconditional branch when guidance is on.", group="sampler")
+    reward_max_error_rate: float = key(
+        0.2, "Share of a step's rewards that may be missing before the run stops.", ge=0, le=1
+    )
+
+
+class ReflSection(Section):
+    title: ClassVar[str] = "ReFL (trainer: refl)"
+
+    roles: RolesMapping | None = key(
+        None,
+        "Reward, monitor and reference of a ReFL run and where each is placed (see the ReFL page); "
+        "`roles.actor` may hold any of the flat keys.",
+        group="reward",
+    )
+    refl_algorithm: Literal["last_step", "truncated", "random_k", "x0_jump", "drtune"] = key(
+        "truncated",
+        "Which denoising steps have a gradient: the last one, all of the window, its last K for a random K, "
+        "one at random with a jump to its x0, or all of the window with the step's input detached.",
+        group="optimization",
+    )
+    refl_first_grad_step: int | None = key(
+        None,
+        "First step of the gradient window, 0 the noisiest; null is the last one.",
+        group="sampler",
+        ge=0,
+    )
+    refl_last_grad_step: int | None = key(
+        None, "Last step of the gradient window; null is the last one.", group="sampler", ge=0
+    )
+    refl_num_sampling_steps: int = key(25, "Euler steps of a rollout.", group="sampler", ge=1)
+    refl_cfg_scale: float = key(1.0, "Guidance scale; 1 is without guidance.", group="sampler", ge=1)
+    refl_cfg_grad: Literal["conditional", "both"] = key(
+        "conditional", "Branches of guidance that have a gradient.", group="optimization"
+    )
+    refl_weight: float = key(
+        1.0, "Weight of the reward; the loss is -weight * (reward - baseline) / scale.", group="optimization"
+    )
+    refl_baseline: float = key(0.0, "Reward that counts as 0 in the loss.", group="optimization")
+    refl_scale: float = key(
+        1.0, "Reward difference that counts as 1 in the loss.", group="optimization", gt=0
+    )
+    refl_kl_coeff: float = key(
+        0.0, "Weight of the divergence from the starting policy; 0 builds none.", group="optimization", ge=0
+    )
+    refl_fixed_noise: bool = key(
+        False, "Start every rollout of every batch from the same noise.", group="sampler"
+    )
+    refl_sample_batch_size: int = key(1, "Videos sampled, decoded and scored in one call.", ge=1)
 
 
 class GrpoSection(Section):
@@ -36,13 +94,9 @@ class GrpoSection(Section):
         "With flowcps or your own: draw eta uniformly from these bounds, once a prompt and step.",
         group="sampler",
     )
-    flow_shift: float | None = key(
-        None, "Shift of the noise schedule; null takes the model's own.", group="sampler", gt=0
-    )
     grpo_cfg_scale: float = key(
         1.0, "Guidance scale of rollout and replay; 1 is without guidance.", group="sampler", ge=1
     )
-    negative_prompt: str = key("", "Text of the unconditional branch when guidance is on.", group="sampler")
     dancegrpo_share_group_init_noise: bool = key(
         True, "Start all rollouts of a group from the same noise.", group="sampler"
     )
@@ -98,9 +152,6 @@ class GrpoSection(Section):
     reward_monitor: RewardChoice = key([], "Rewards that are scored and logged without being trained on.")
     reward_workers: int = key(1, "Processes a rank that run a scoring function of your own.", ge=1)
     reward_timeout_s: float = key(300.0, "Seconds after which an unfinished verdict counts as missing.", gt=0)
-    reward_max_error_rate: float = key(
-        0.2, "Share of a step's rewards that may be missing before the run stops.", ge=0, le=1
-    )
 
 
 class RuleRewardSection(Section):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from wan_trainer.config.family import known_family
 from wan_trainer.config.kernel_rules import attention_rules, compile_rules
+from wan_trainer.config.refl_rules import is_refl, refl_rules
 from wan_trainer.config.reward_rules import reward_rules
 from wan_trainer.config.rules import Problem, Rule, changed_keys, refuse
 from wan_trainer.topology import FAMILIES, check_video_shape, divisors
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 def contradictions(config: GrpoConfig) -> list[Problem]:
     """Every rule between keys that `config` breaks."""
-    return [problem for rule in RULES for problem in rule(config)]
+    rules = RULES if is_refl(config) else (*RULES, *GRPO_RULES)
+    return [problem for rule in rules for problem in rule(config)]
 
 
 def _required(config: GrpoConfig) -> Iterator[Problem]:
@@ -30,11 +32,11 @@ def _required(config: GrpoConfig) -> Iterator[Problem]:
 
 
 def _not_built(config: GrpoConfig) -> Iterator[Problem]:
-    if isinstance(config.trainer, str) and config.trainer != "dancegrpo":
+    if isinstance(config.trainer, str) and config.trainer not in ("dancegrpo", "refl"):
         yield refuse(
             "trainer",
-            f"{config.trainer} is no built-in trainer; use dancegrpo (GRPO), or a mapping with _target_ for "
-            "your own",
+            f"{config.trainer} is no built-in trainer; use dancegrpo (GRPO) or refl, or a mapping with "
+            "_target_ for your own",
         )
     if config.latent_webdataset_dir is not None:
         yield refuse(
@@ -228,11 +230,12 @@ def _own_noise(config: GrpoConfig) -> Iterator[Problem]:
 
 
 def _guidance(config: GrpoConfig) -> Iterator[Problem]:
-    if config.negative_prompt and config.grpo_cfg_scale == 1:
+    name = "refl_cfg_scale" if is_refl(config) else "grpo_cfg_scale"
+    if config.negative_prompt and getattr(config, name) == 1:
         yield refuse(
             "negative_prompt",
-            "a negative prompt needs guidance, and grpo_cfg_scale is 1; raise grpo_cfg_scale or use ''",
-            "grpo_cfg_scale",
+            f"a negative prompt needs guidance, and {name} is 1; raise {name} or use ''",
+            name,
         )
 
 
@@ -300,11 +303,9 @@ RULES: tuple[Rule, ...] = (
     _sharding,
     _order,
     _resume,
-    _waves,
-    _chunks,
-    _noise,
     _guidance,
-    _delay,
     _schedule,
-    reward_rules,
+    refl_rules,
 )
+GRPO_RULES: tuple[Rule, ...] = (_waves, _chunks, _noise, _delay, reward_rules)
+"""Between keys that ReFL refuses as a whole."""

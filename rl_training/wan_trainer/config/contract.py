@@ -7,7 +7,8 @@ import json
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from wan_trainer.config.resolution import replay_depth
+from wan_trainer.config.resolution import counts_all_ranks, replay_depth
+from wan_trainer.config.roles import without_placement
 from wan_trainer.config.schema import keys
 
 if TYPE_CHECKING:
@@ -48,8 +49,10 @@ def contract_values(config: GrpoConfig, prompts: int | None = None) -> dict[str,
     if config.shuffle_raw_indices_seed is None:
         groups["data"]["shuffle_raw_indices_seed"] = config.seed
     if prompts is None:
-        prompts = config.batch_size if config.grpo_shared_prompt_batch else config.expected_global_prompts
+        prompts = config.batch_size if counts_all_ranks(config) else config.expected_global_prompts
     groups["data"]["expected_global_prompts"] = prompts
+    # Roles may move to other ranks.
+    groups["reward"]["roles"] = without_placement(config.roles)
     # The two spellings of one setting are compared as one.
     groups["optimization"]["max_off_policy_steps"] = replay_depth(config)
     return groups

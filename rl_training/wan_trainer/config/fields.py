@@ -10,6 +10,7 @@ from pydantic import Field, JsonValue
 from pydantic.fields import FieldInfo
 
 from wan_trainer.config.reward_choice import BUILT_IN
+from wan_trainer.config.roles import RolesMapping
 from wan_trainer.config.target import TargetMapping
 
 Group = Literal["model", "data", "reward", "sampler", "optimization"]
@@ -49,7 +50,9 @@ class KeyInfo:
     """
 
     name: str
-    kind: Literal["bool", "int", "float", "str", "choice", "list", "pair", "dict", "target", "rewards"]
+    kind: Literal[
+        "bool", "int", "float", "str", "choice", "list", "pair", "dict", "target", "rewards", "roles"
+    ]
     nullable: bool
     choices: tuple[str, ...]
     default: Any
@@ -67,6 +70,7 @@ class KeyInfo:
         words |= {"dict": "name: number", "int": "whole number", "float": "number", "bool": "true or false"}
         words["target"] = "mapping with `_target_`"
         words["rewards"] = f"{', '.join(BUILT_IN)}, {words['target']}, or list of these"
+        words["roles"] = "mapping of roles"
         shown = ", ".join(self.choices) if self.kind == "choice" else words[self.kind]
         if self.target and self.kind not in ("target", "rewards"):
             shown += f" or {words['target']}"
@@ -84,12 +88,14 @@ def describe(name: str, field: FieldInfo) -> KeyInfo:
     if nullable or (target and not rewards):
         own = [member for member in members if member is not NoneType and member != TargetMapping]
         inner = own[0] if own else TargetMapping
-    if inner != TargetMapping and get_origin(inner) is Annotated:
+    if inner not in (TargetMapping, RolesMapping) and get_origin(inner) is Annotated:
         inner = get_args(inner)[0]
     origin = get_origin(inner)
     choices: tuple[str, ...] = ()
     if rewards:
         kind = "rewards"
+    elif RolesMapping in members:
+        kind = "roles"
     elif inner == TargetMapping:
         kind = "target"
     elif origin is Literal:

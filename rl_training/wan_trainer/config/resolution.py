@@ -12,7 +12,9 @@ from wan_trainer.config import specs
 from wan_trainer.config.device import resolve_device
 from wan_trainer.config.family import known_family
 from wan_trainer.config.paths import trainer_path
+from wan_trainer.config.refl_rules import grad_window, is_refl
 from wan_trainer.config.reward_choice import JUDGE, RULE, label, monitored, trained, uses
+from wan_trainer.config.roles import as_roles
 from wan_trainer.config.target import as_target, chosen
 from wan_trainer.topology import Topology, check_video_shape, resolve_topology
 from wan_trainer.types import UserError
@@ -63,8 +65,8 @@ def resolve(config: GrpoConfig, *, cuda_available: bool, family: specs.Family | 
         resume=specs.ResumeSpec(
             resume_from=_optional_path(config.resume_from), weights_only=config.reset_dataloader is not False
         ),
-        # `contradictions` knows one name.
-        algorithm="dancegrpo" if isinstance(config.trainer, str) else as_target(config.trainer),
+        algorithm=_algorithm(config),
+        refl=_refl(config),
     )
 
 
@@ -73,7 +75,20 @@ def topology_of(config: GrpoConfig, nodes: int, nproc: int) -> Topology:
 
     Raises UserError with every rule that the numbers break.
     """
-    return resolve_topology(_batch(config), _parallel(config), config.grpo_group_size, nodes, nproc)
+    refl = _refl(config)
+    return resolve_topology(
+        _batch(config),
+        _parallel(config),
+        config.grpo_group_size if refl is None else 1,
+        nodes,
+        nproc,
+        0 if refl is None else refl.roles.reward_ranks,
+    )
+
+
+def counts_all_ranks(config: GrpoConfig) -> bool:
+    """Whether batch_size counts the prompts of all ranks."""
+    return config.grpo_shared_prompt_batch or is_refl(config)
 
 
 def replay_depth(config: GrpoConfig) -> int:
@@ -90,7 +105,7 @@ def _optional_path(value: str | None) -> Path | None:
 def _batch(config: GrpoConfig) -> specs.BatchSpec:
     return specs.BatchSpec(
         batch_size=config.batch_size,
-        shared_prompts=config.grpo_shared_prompt_batch,
+        shared_prompts=counts_all_ranks(config),
         wave=config.grpo_shared_prompt_microbatch_size,
         expected_global_prompts=config.expected_global_prompts,
     )
@@ -150,7 +165,48 @@ def _data(config: GrpoConfig) -> specs.DataSpec:
     )
 
 
+def _algorithm(config: GrpoConfig) -> specs.AlgorithmName | specs.Target:
+    if isinstance(config.trainer, str):
+        # `contradictions` knows two names.
+        return "refl" if is_refl(config) else "dancegrpo"
+    return as_target(config.trainer)
+
+
+def _refl(config: GrpoConfig) -> specs.ReflSpec | None:
+    if not is_refl(config):
+        return None
+    assert config.roles is not None, "contradictions() requires them"
+    first, last = grad_window(config)
+    return specs.ReflSpec(
+        algorithm=config.refl_algorithm,
+        first_grad_step=first,
+        last_grad_step=last,
+        cfg_grad=config.refl_cfg_grad,
+        weight=config.refl_weight,
+        baseline=config.refl_baseline,
+        scale=config.refl_scale,
+        kl_coeff=config.refl_kl_coeff,
+        fixed_noise=config.refl_fixed_noise,
+        sample_batch_size=config.refl_sample_batch_size,
+        reward_max_error_rate=config.reward_max_error_rate,
+        roles=as_roles(config.roles),
+    )
+
+
 def _sampler(config: GrpoConfig) -> specs.SamplerSpec:
+    if is_refl(config):
+        return specs.SamplerSpec(
+            kind="flowcps",
+            eta=0.0,  # every step of flowcps without noise is Euler's
+            eta_range=None,
+            num_steps=config.refl_num_sampling_steps,
+            flow_shift=config.flow_shift,
+            cfg_scale=config.refl_cfg_scale,
+            share_group_init_noise=False,
+            replay_ratio=1.0,
+            trajectory_dtype="float32",
+            seed=config.seed,
+        )
     return specs.SamplerSpec(
         kind=chosen(config.grpo_sde_formula),
         eta=config.grpo_sde_noise_scale,
@@ -166,18 +222,22 @@ def _sampler(config: GrpoConfig) -> specs.SamplerSpec:
 
 
 def _grpo(config: GrpoConfig) -> specs.GrpoSpec:
+    """In a ReFL run the keys of GRPO have their defaults, and what both have comes from ReFL's."""
+    refl = is_refl(config)
     clip, stale = config.grpo_clip_range, config.grpo_delayed_replay_clip_range
     tolerance = config.ratio_gate_tolerance
     # Where both are trained on, `contradictions` requires the two to be alike.
     judge = trained(config) == [JUDGE]
     return specs.GrpoSpec(
-        group_size=config.grpo_group_size,
-        sample_batch_size=config.grpo_sample_batch_size,
-        train_sample_batch_size=config.grpo_train_sample_batch_size or config.grpo_sample_batch_size,
+        group_size=1 if refl else config.grpo_group_size,
+        sample_batch_size=config.refl_sample_batch_size if refl else config.grpo_sample_batch_size,
+        train_sample_batch_size=config.refl_sample_batch_size
+        if refl
+        else config.grpo_train_sample_batch_size or config.grpo_sample_batch_size,
         clip_range=clip,
         stale_clip_range=clip if stale is None else stale,
         depth=replay_depth(config),
-        kl_coeff=config.grpo_kl_coeff,
+        kl_coeff=config.refl_kl_coeff if refl else config.grpo_kl_coeff,
         adv_clip_max=config.grpo_adv_clip_max,
         updates_per_rollout=config.grpo_updates_per_rollout,
         ratio_gate_tolerance=0.1 * clip if tolerance is None else tolerance,
@@ -220,6 +280,8 @@ def _decode_batch_size(config: GrpoConfig) -> int:
 
 
 def _reward(config: GrpoConfig) -> specs.RewardSpec:
+    if is_refl(config):
+        return specs.RewardSpec(())
     choices, weights = trained(config), config.reward_weights
     if len(choices) == 1:
         parts = (_part(config, choices[0], tuple(weights.items())),)

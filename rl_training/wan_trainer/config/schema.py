@@ -10,6 +10,8 @@ from pydantic import ValidationInfo, model_validator
 
 from wan_trainer.config.algorithm_sections import (
     GrpoSection,
+    ReflSection,
+    RolloutSection,
     RuleRewardSection,
     VlmRewardSection,
 )
@@ -34,23 +36,27 @@ SECTIONS: tuple[type[Section], ...] = (
     RunSection,
     OptimizerSection,
     ParallelSection,
+    RolloutSection,
     GrpoSection,
     RuleRewardSection,
     VlmRewardSection,
+    ReflSection,
 )
 
 
 class GrpoConfig(
+    ReflSection,
     VlmRewardSection,
     RuleRewardSection,
     GrpoSection,
+    RolloutSection,
     ParallelSection,
     OptimizerSection,
     RunSection,
     DataSection,
     ModelSection,
 ):
-    """A GRPO run as the user states it: flat keys, each with a default. Contradictions are errors.
+    """A run as the user states it: flat keys, each with a default. Contradictions are errors.
 
     Raises pydantic.ValidationError for a value of the wrong type or range and UserError for contradictions;
     `load_config` turns both into one list of lines.

@@ -123,7 +123,7 @@ class RunSection(Section):
 
     trainer: str | TargetMapping = key(
         "dancegrpo",
-        "Training algorithm: dancegrpo is GRPO; or your own.",
+        "Training algorithm: dancegrpo is GRPO, refl backpropagates a differentiable reward; or your own.",
         group="optimization",
     )
     device: Literal["auto", "cuda", "cpu"] = key("auto", "Where to run; auto is cuda where there is one.")
@@ -179,7 +179,8 @@ class ParallelSection(Section):
 
     batch_size: int = key(
         1,
-        "Prompts a step: global with grpo_shared_prompt_batch, otherwise of each data-parallel replica.",
+        "Prompts a step: global with grpo_shared_prompt_batch and in ReFL, otherwise of each data-parallel "
+        "replica.",
         ge=1,
     )
     expected_global_prompts: int | None = key(

@@ -19,7 +19,8 @@ TransitionKind = Literal["flowcps", "dancegrpo", "flowgrpo"]
 Device = Literal["cuda", "cpu"]
 Experts = Literal["both", "high", "low"]
 LrSchedule = Literal["cosine", "linear_warmup", "constant"]
-AlgorithmName = Literal["dancegrpo"]
+AlgorithmName = Literal["dancegrpo", "refl"]
+ReflAlgorithm = Literal["last_step", "truncated", "random_k", "x0_jump", "drtune"]
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,49 @@ class GrpoSpec:
     fail_on_reward_error: bool
     fail_on_reward_error_key: str = "vbvr_reward_fail_on_error"
     loss: Target | None = None
+
+
+@dataclass(frozen=True)
+class RolesSpec:
+    """Who scores a ReFL run, and where.
+
+    monitor: scored and logged, never trained on. reward_ranks: ranks of the reward's own, the last ones of
+    the run; 0 shares the actor's. monitor_with_reward: the monitor is where the reward is.
+    """
+
+    reward: Target
+    monitor: Target | None = None
+    reward_ranks: int = 0
+    monitor_with_reward: bool = False
+
+    @property
+    def targets(self) -> dict[str, Target]:
+        """The parts by the configuration key that names them."""
+        named = {"roles.reward": self.reward}
+        return named if self.monitor is None else {**named, "roles.monitor": self.monitor}
+
+
+@dataclass(frozen=True)
+class ReflSpec:
+    """The ReFL objective: minus `weight` (reward - baseline) / scale, plus kl_coeff times the divergence.
+
+    first_grad_step, last_grad_step: denoising steps with a gradient, 0 the noisiest. cfg_grad: which branch
+    of guidance has one. fixed_noise: every rollout starts from the same draw. sample_batch_size: videos that
+    are sampled, decoded and scored in one call.
+    """
+
+    algorithm: ReflAlgorithm
+    first_grad_step: int
+    last_grad_step: int
+    cfg_grad: Literal["conditional", "both"]
+    weight: float
+    baseline: float
+    scale: float
+    kl_coeff: float
+    fixed_noise: bool
+    sample_batch_size: int
+    reward_max_error_rate: float
+    roles: RolesSpec
 
 
 @dataclass(frozen=True)
@@ -351,8 +395,25 @@ class StopSpec:
 
 
 @dataclass(frozen=True)
+class VaeTiling:
+    """Tiles that a decode with a gradient is cut into: height x width pixels, neighbours share `overlap`.
+
+    All three are multiples of the VAE's spatial factor (16 for ti2v-5b, else 8); overlap is less than height
+    and width. parallel: the tiles are spread over ranks that hold the same latents.
+    """
+
+    height: int
+    width: int
+    overlap: int
+    parallel: bool = False
+
+
+@dataclass(frozen=True)
 class RunSpec:
-    """Everything the run needs, resolved. `decode_batch_size`: videos per VAE decode call."""
+    """Everything the run needs, resolved. `decode_batch_size`: videos per VAE decode call.
+
+    refl: set in a ReFL run, whose `grpo` holds what both algorithms have: one rollout a prompt, no delay.
+    """
 
     seed: int
     device: Device
@@ -370,3 +431,4 @@ class RunSpec:
     parallel: ParallelSpec = field(default_factory=ParallelSpec)
     resume: ResumeSpec = field(default_factory=ResumeSpec)
     algorithm: AlgorithmName | Target = "dancegrpo"
+    refl: ReflSpec | None = None

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from wan_trainer.config.fields import KeyInfo
+from wan_trainer.config.roles import ACTOR
 from wan_trainer.config.suggest import suggest
 
 _VARIABLE = re.compile(r"\$\$\{|\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
@@ -102,7 +103,7 @@ def read_yaml(
     if not isinstance(root, yaml.MappingNode):
         found.problems.append(f"{path}: is not a list of `key: value` lines; write one on each line")
         return found
-    for key_node, value_node in root.value:
+    for key_node, value_node in _entries(root):
         name = str(key_node.value)
         line = key_node.start_mark.line + 1
         where = f"{name} ({path} line {line})"
@@ -115,6 +116,21 @@ def read_yaml(
             continue
         _read_value(loader, value_node, known[name], where, environment, found)
     return found
+
+
+def _entries(root: yaml.MappingNode) -> list[tuple[yaml.Node, yaml.Node]]:
+    """The `key: value` pairs of a file; those of `roles.actor` count as its own."""
+    entries: list[tuple[Any, Any]] = []
+    for key_node, value_node in root.value:
+        entries.append((key_node, value_node))
+        if key_node.value != "roles" or not isinstance(value_node, yaml.MappingNode):
+            continue
+        roles: list[tuple[Any, Any]] = value_node.value
+        actors = [part for role, part in roles if role.value == ACTOR and isinstance(part, yaml.MappingNode)]
+        value_node.value = [(role, part) for role, part in roles if part not in actors]
+        for actor in actors:
+            entries += actor.value
+    return entries
 
 
 def _read_value(
@@ -224,7 +240,7 @@ def parse_tokens(info: KeyInfo, tokens: Sequence[str]) -> Any:
     if info.kind == "rewards":
         written = [_flow(token) if token.lstrip()[:1] in ("[", "{") else token for token in tokens]
         return written[0] if len(written) == 1 else written
-    if info.target and text.lstrip().startswith("{"):
+    if (info.target or info.kind == "roles") and text.lstrip().startswith("{"):
         return _flow(text)
     if info.kind in ("list", "pair", "dict"):
         if len(tokens) == 1 and text.lstrip()[:1] in ("[", "{"):
