@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from wan_trainer.config.specs import VaeTiling
 from wan_trainer.models.wan.load import WanComponents
+from wan_trainer.models.wan.vae_backward import Objective, result_and_gradient
+from wan_trainer.models.wan.vae_decoder import decode_frames
+from wan_trainer.models.wan.vae_tiles import TileGrid, at_least_float32, decode_tiled, tile_grid
 
 
 def to_unit_range(frames: torch.Tensor) -> torch.Tensor:
@@ -49,6 +54,76 @@ def decode(components: WanComponents, x0: torch.Tensor, batch_size: int) -> np.n
             unit = (pixels * 0.5 + 0.5).clamp(0, 1).to(torch.float32)
             videos.append((unit * 255).round().to(torch.uint8).permute(0, 2, 3, 4, 1).cpu().numpy())
     return np.concatenate(videos)
+
+
+def decode_differentiable(
+    components: WanComponents,
+    x0: torch.Tensor,
+    tiling: VaeTiling | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Decode (N, z, f, h, w) normalised latents to float32 pixels (N, 3, F, H, W) in [0, 1] with a gradient.
+
+    The pixels of `decode` before they are rounded; the VAE's parameters get no gradient. Without autograd it
+    keeps nothing. tiling None: exact. group: of `tiling.parallel`, ranks that hold the same x0, call together
+    and differentiate the same function of the pixels. The caller makes the VAE resident until after the
+    backward pass, which computes activations again.
+    """
+    if tiling is None:
+        return _unit_pixels(components, x0)
+    grid = _grid(components, x0, tiling, group)
+    return decode_tiled(lambda part: _unit_pixels(components, part), x0, grid, _frames(components, x0))
+
+
+def differentiate_decoded[T](
+    components: WanComponents,
+    x0: torch.Tensor,
+    objective: Objective[T],
+    tiling: VaeTiling | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[T, torch.Tensor]:
+    """Loss of the pixels that `decode_differentiable` gives, differentiated in two phases for little memory.
+
+    objective: pixels, a leaf with a gradient, to (scalar loss, result); called once. Returns (result, the
+    loss's gradient for x0: float32, shaped as x0). The VAE is resident while it decodes, not while the
+    objective runs. Other arguments as for `decode_differentiable`.
+    """
+
+    def piece(part: torch.Tensor) -> torch.Tensor:
+        return _unit_pixels(components, part)
+
+    grid = _grid(components, x0, tiling, group)
+    return result_and_gradient(
+        piece, x0, objective, grid, _frames(components, x0), lambda: components.resident(components.vae)
+    )
+
+
+def _unit_pixels(components: WanComponents, x0: torch.Tensor) -> torch.Tensor:
+    vae = components.vae
+    mean, inverse_std = _statistics(components, vae.dtype)
+    latents = x0.to(components.device, vae.dtype) / inverse_std + mean
+    # As in `decode`: this much in the VAE's dtype.
+    pixels = decode_frames(vae, latents) * 0.5 + 0.5
+    return pixels.to(at_least_float32(pixels.dtype))
+
+
+def _grid(
+    components: WanComponents, x0: torch.Tensor, tiling: VaeTiling | None, group: dist.ProcessGroup | None
+) -> TileGrid:
+    height, width = x0.shape[-2:]
+    scale = int(components.vae.config["scale_factor_spatial"])
+    if tiling is None:
+        return tile_grid(height, width, scale)
+    sides = (tiling.height, tiling.width, tiling.overlap)
+    assert all(side % scale == 0 for side in sides), (sides, scale)
+    assert group is not None or not tiling.parallel, tiling
+    rows, columns, overlap = (side // scale for side in sides)
+    return tile_grid(height, width, scale, (rows, columns), overlap, group if tiling.parallel else None)
+
+
+def _frames(components: WanComponents, x0: torch.Tensor) -> int:
+    """Frames of the video that (N, z, f, h, w) latents decode to."""
+    return int(components.vae.config["scale_factor_temporal"]) * (x0.shape[2] - 1) + 1
 
 
 def _statistics(components: WanComponents, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
