@@ -125,7 +125,7 @@ def test_long_lists_of_problems_are_cut(materialized: Path, spec: Spec) -> None:
     edit(materialized / "dataset.json", lambda sources: sources[0].update(check_files="all"))
     shutil.rmtree(materialized / "raw")
     lines = problems(spec(materialized / "dataset.json"))
-    assert len(lines) == 11 and "20 more problems" in lines[-1]
+    assert len(lines) == 21 and "10 more problems" in lines[-1]
 
 
 def test_only_allowed_task_splits_count(materialized: Path, spec: Spec) -> None:
@@ -209,81 +209,23 @@ def test_a_manifest_without_samples_is_refused(materialized: Path, spec: Spec) -
     assert "hold no sample" in problems(spec(materialized / "dataset.json"))[0]
 
 
-LONG = "ten thousand characters " * 420
-
-
-def test_a_text_list_is_one_prompt_a_line(tmp_path: Path, spec: Spec) -> None:
-    text = f"a cat\n\n猫が走る 🐈 с\u2028новой строки\r\n{LONG[:10_000]}\n ../../etc/passwd "
-    (tmp_path / "wishes.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    dataset = load_dataset(spec(describe(tmp_path, {"format": "prompt_list", "path": "wishes.txt"})))
-    assert [sample.prompt for sample in dataset] == [
-        "a cat",
-        "",
-        "猫が走る 🐈 с\u2028новой строки",
-        LONG[:10_000].strip(),
-        "../../etc/passwd",
-    ]
-    assert dataset.sample_ids() == [f"wishes/{number:08d}" for number in range(5)]
-    assert dataset.tasks == ("wishes",)
-    assert dataset[0].first_frame is None and dataset[0].ground_truth_video is None
-    assert set(dataset.digests) == {"dataset.json", "wishes.txt"}
-
-
-def test_equal_prompts_are_different_samples(tmp_path: Path, spec: Spec) -> None:
-    (tmp_path / "same.txt").write_text("a cat\na cat\n")
-    dataset = load_dataset(spec(describe(tmp_path, {"format": "prompt_list", "path": "same.txt"})))
-    assert len(set(dataset.sample_ids())) == 2
-
-
-def test_json_lines_carry_media_and_ids(tmp_path: Path, spec: Spec) -> None:
-    lists = tmp_path / "lists"
-    lists.mkdir()
-    (lists / "a.png").write_bytes(b"x")
-    (lists / "a.mp4").write_bytes(b"x")
-    lines = [
-        {"prompt": "a dog", "image": "a.png", "reference_video": "a.mp4", "negative_prompt": "blurry"},
-        {"prompt": "", "id": "empty-one", "task": "special"},
-    ]
-    (lists / "more.jsonl").write_text("\n".join(["", *map(json.dumps, lines), ""]))
-    source = {"format": "prompt_list", "path": "lists/more.jsonl", "task": "more_2", "check_files": "all"}
-    first, second = load_dataset(spec(describe(tmp_path, source)))
-    assert (first.sample_id, first.prompt, first.negative_prompt) == ("more_2/00000001", "a dog", "blurry")
-    assert (first.first_frame, first.ground_truth_video) == (lists / "a.png", lists / "a.mp4")
-    assert (second.sample_id, second.task, second.prompt) == ("special/empty-one", "special", "")
-    (lists / "a.mp4").unlink()
-    (line,) = problems(spec(tmp_path / "dataset.json"))
-    assert "a.mp4: missing or empty, sample more_2/00000001" in line
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ('{"prompt": "a"}\n{"prompt": 3}', ["line 2", "prompt", "3"]),
-        ('{"prompt": "a", "pompt": "b"}', ["line 1", "pompt"]),
-        ('{"text": "a"}', ["line 1", "prompt", "Field required"]),
-        ('["a"]', ["line 1"]),
-        ('{"prompt": "a"\n', ["line 1", "not JSON"]),
-        ('{"prompt": "a", "id": "../up"}', ["line 1", "'../up'"]),
-        ('{"prompt": "a", "image": ""}', ["line 1", "image"]),
-        ('{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}', ["list/x", "twice"]),
-    ],
-)
-def test_bad_lines_are_named(tmp_path: Path, spec: Spec, content: str, words: list[str]) -> None:
-    (tmp_path / "list.jsonl").write_text(content)
-    path = describe(tmp_path, {"format": "prompt_list", "path": "list.jsonl"})
-    assert all(word in problems(spec(path))[0] for word in words)
-
-
-def test_bad_lists_are_named(tmp_path: Path, spec: Spec) -> None:
+def test_a_list_in_a_descriptor_may_have_another_task_and_fewer_checks(tmp_path: Path, spec: Spec) -> None:
+    (tmp_path / "my prompts.txt").write_text("a cat\n\na dog\n")
+    path = describe(tmp_path, {"format": "prompt_list", "path": "my prompts.txt", "task": "mine"})
+    dataset = load_dataset(spec(path))
+    assert dataset.sample_ids() == ["mine/00000000", "mine/00000002"]
+    assert set(dataset.digests) == {"dataset.json", "my prompts.txt"}
+    (tmp_path / "a.jsonl").write_text("\n".join(['{"prompt": "a", "image": "no.png"}'] * 3))
+    for check_files, found in (("none", 0), ("sample", 2), ("all", 3)):
+        source = {"format": "prompt_list", "path": "a.jsonl", "check_files": check_files}
+        if found == 0:
+            assert len(load_dataset(spec(describe(tmp_path, source)))) == 3
+        else:
+            assert len(problems(spec(describe(tmp_path, source)))) == found
     path = describe(tmp_path, {"format": "prompt_list", "path": "none.txt"})
     assert "none.txt: No such file" in problems(spec(path))[0]
     path = describe(tmp_path, {"format": "prompt_list", "path": "list.csv"})
     assert ".txt or a .jsonl" in problems(spec(path))[0]
-    (tmp_path / "my prompts.txt").write_text("a")
-    path = describe(tmp_path, {"format": "prompt_list", "path": "my prompts.txt"})
-    assert "'my prompts' cannot be a task" in problems(spec(path))[0]
-    path = describe(tmp_path, {"format": "prompt_list", "path": "my prompts.txt", "task": "mine"})
-    assert load_dataset(spec(path)).sample_ids() == ["mine/00000000"]
 
 
 def test_several_sources_follow_each_other(materialized: Path, spec: Spec) -> None:

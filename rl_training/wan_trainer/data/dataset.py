@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import overload
 
 from wan_trainer.config.specs import DataSpec
-from wan_trainer.data.descriptor import FileChecks, PromptListSource, Source, read_descriptor
-from wan_trainer.data.rows import Row, prompt_list_rows, vbvr_rows
+from wan_trainer.data.descriptor import FileChecks, PromptListSource, Source, capped, read_descriptor
+from wan_trainer.data.prompt_list import SUFFIXES, prompt_rows
+from wan_trainer.data.rows import Row, vbvr_rows
 from wan_trainer.digests import file_sha256
 from wan_trainer.types import Sample, UserError
 
-PROBLEMS_SHOWN = 10
-
 
 class Dataset(Sequence[Sample]):
-    """Samples in the order of dataset.json's sources and their manifests.
+    """Samples in the order of dataset.json's sources and their manifests, or of a prompt list.
 
     tasks: the names of all tasks, each once, in that order. digests: sha256 of every file that defines the
     data set (dataset.json, manifests, prompt lists), by its name.
@@ -49,9 +48,17 @@ class Dataset(Sequence[Sample]):
         """The task of each sample in order; reads no file."""
         return [row.task for row in self._rows]
 
+    def without_image(self) -> list[str]:
+        """The ids of the samples that have no first frame; reads no file."""
+        return [row.sample_id for row in self._rows if not row.has_image]
+
+    def without_ground_truth(self) -> list[str]:
+        """The ids of the samples that a rule reward cannot score; reads no file."""
+        return [row.sample_id for row in self._rows if not row.has_ground_truth]
+
 
 def load_dataset(spec: DataSpec) -> Dataset:
-    """Open the data set that spec.dataset_json describes.
+    """Open the data set that spec.dataset_json describes, or that is this prompt list.
 
     Raises UserError for a malformed description, missing files (as each source's check_files says), a
     sample id that occurs twice, and a size other than spec.dataset_size.
@@ -60,29 +67,40 @@ def load_dataset(spec: DataSpec) -> Dataset:
     rows: list[Row] = []
     definitions = [path]
     problems: list[str] = []
-    for source in read_descriptor(path):
-        source_rows, definition = _rows_of(source, path.parent)
-        problems.extend(_missing(_to_check(source_rows, source.check_files)))
+    for source in _sources(path):
+        source_rows, definition, wrong = _rows_of(source, path.parent)
+        problems.extend(wrong)
+        for row in _to_check(source_rows, source.check_files):
+            problems.extend(row.missing_files())
         rows.extend(source_rows)
         definitions.append(definition)
-    problems.extend(_duplicates(rows, path))
-    if not rows:
-        problems.append(f"{path}: its sources hold no sample; check split and the manifests")
-    elif spec.dataset_size is not None and spec.dataset_size != len(rows):
-        problems.append(
-            f"dataset_size {spec.dataset_size}: {path} lists {len(rows)} samples; "
-            f"set dataset_size to {len(rows)} or null, or complete the data set"
-        )
+    # Of a line that is refused there is no row: what is said below would be about another data set.
+    if not problems:
+        problems.extend(_duplicates(rows, path))
+        problems.extend(_wrong_size(rows, path, spec.dataset_size))
     if problems:
-        raise UserError(*_capped(problems, path))
+        raise UserError(*capped(problems, path))
     return Dataset(rows, {_label(file, path.parent): file_sha256(file) for file in definitions})
 
 
-def _rows_of(source: Source, base: Path) -> tuple[Sequence[Row], Path]:
-    """(the rows of a source, the file that lists them)."""
+def _sources(path: Path) -> list[Source]:
+    """The sources that a file is or lists, by its suffix."""
+    if path.suffix == ".json":
+        return list(read_descriptor(path))
+    if path.suffix in SUFFIXES:
+        return [PromptListSource(format="prompt_list", path=path.name, check_files="all")]
+    raise UserError(
+        f"dataset_json: {path}, neither a descriptor (.json) nor a prompt list (.txt, .jsonl); name one, or "
+        "rename the file"
+    )
+
+
+def _rows_of(source: Source, base: Path) -> tuple[Sequence[Row], Path, list[str]]:
+    """(the rows of a source, the file that lists them, what is wrong with it)."""
     if isinstance(source, PromptListSource):
-        return list(prompt_list_rows(source, base)), base / source.path
-    return list(vbvr_rows(source, base)), base / source.split_manifest
+        rows, problems = prompt_rows(base / source.path, source.task)
+        return rows, base / source.path, problems
+    return list(vbvr_rows(source, base)), base / source.split_manifest, []
 
 
 def _to_check(rows: Sequence[Row], check_files: FileChecks) -> Iterable[Row]:
@@ -98,11 +116,14 @@ def _to_check(rows: Sequence[Row], check_files: FileChecks) -> Iterable[Row]:
     return {row.sample_id: row for row in (*first.values(), *last.values())}.values()
 
 
-def _missing(rows: Iterable[Row]) -> list[str]:
+def _wrong_size(rows: Sequence[Row], path: Path, size: int | None) -> list[str]:
+    if not rows:
+        return [f"{path}: its sources hold no sample; check split and the manifests"]
+    if size is None or size == len(rows):
+        return []
     return [
-        f"{path}: missing or empty, sample {row.sample_id} needs it; run wan-trainer unpack or mend the list"
-        for row in rows
-        for path in row.missing_files()
+        f"dataset_size {size}: {path} lists {len(rows)} samples; "
+        f"set dataset_size to {len(rows)} or null, or complete the data set"
     ]
 
 
@@ -113,13 +134,6 @@ def _duplicates(rows: Sequence[Row], path: Path) -> list[str]:
         f"{path}: sample id {name} occurs twice; drop one, or give the prompt list another `task`"
         for name in twice
     ]
-
-
-def _capped(problems: Sequence[str], path: Path) -> list[str]:
-    shown = list(problems[:PROBLEMS_SHOWN])
-    if len(problems) > len(shown):
-        shown.append(f"{path}: and {len(problems) - len(shown)} more problems like these")
-    return shown
 
 
 def _label(file: Path, base: Path) -> str:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 
 from wan_trainer.types import UserError
 
+PROBLEMS_SHOWN = 20
 FileChecks = Literal["all", "sample", "none"]
 _SPELLINGS = {True: "all", False: "none"}
 
@@ -102,10 +103,18 @@ def validated[T](adapter: TypeAdapter[T], value: object, where: Path, prefix: st
         return adapter.validate_python(value)
     except ValidationError as error:
         lines = [
-            f"{where}: {_place(prefix, problem['loc'])}{problem['msg']} (given: {_short(problem['input'])})"
+            f"{where}: {_place(prefix, problem['loc'])}{problem['msg']} (given: {short(problem['input'])})"
             for problem in error.errors(include_url=False)
         ]
         raise UserError(*(f"{line}; see docs/data.md" for line in lines)) from error
+
+
+def capped(problems: Sequence[str], path: Path) -> list[str]:
+    """The first lines, and how many more there are."""
+    shown = list(problems[:PROBLEMS_SHOWN])
+    if len(problems) > len(shown):
+        shown.append(f"{path}: and {len(problems) - len(shown)} more problems like these")
+    return shown
 
 
 def _place(prefix: str, location: Sequence[int | str]) -> str:
@@ -114,6 +123,7 @@ def _place(prefix: str, location: Sequence[int | str]) -> str:
     return ", ".join(parts) + ": " if parts else ""
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """A value as a message quotes it."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

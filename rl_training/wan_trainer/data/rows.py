@@ -1,16 +1,15 @@
-"""Where each format keeps its samples. A row is light; its text is read when the sample is asked for."""
+"""Where unpacked archives keep their samples. A row is light; its text is read when it is asked for."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from wan_trainer.data.descriptor import PromptListSource, VbvrSource, read_json, read_text, validated
+from wan_trainer.data.descriptor import VbvrSource, read_json, read_text, validated
 from wan_trainer.data.layout import (
     FINAL_FRAME,
     FIRST_FRAME,
@@ -41,8 +40,18 @@ class Row(Protocol):
         """The sample; UserError when its text cannot be read."""
         ...
 
-    def missing_files(self) -> list[Path]:
-        """Files it names that do not exist or are empty."""
+    @property
+    def has_image(self) -> bool:
+        """Whether it has a first frame."""
+        ...
+
+    @property
+    def has_ground_truth(self) -> bool:
+        """Whether it has what a rule reward compares with."""
+        ...
+
+    def missing_files(self) -> list[str]:
+        """One line for each file it names that does not exist or is empty."""
         ...
 
 
@@ -58,6 +67,16 @@ class VbvrRow:
     def sample_id(self) -> str:
         """task/id."""
         return f"{self.task}/{self.name}"
+
+    @property
+    def has_image(self) -> bool:
+        """True: the layout has one."""
+        return True
+
+    @property
+    def has_ground_truth(self) -> bool:
+        """True: the layout has one."""
+        return True
 
     @property
     def directory(self) -> Path:
@@ -77,39 +96,13 @@ class VbvrRow:
             metadata=directory / METADATA,
         )
 
-    def missing_files(self) -> list[Path]:
-        """Files of the layout that do not exist or are empty."""
+    def missing_files(self) -> list[str]:
+        """One line for each file of the layout that does not exist or is empty."""
         return [
-            path
+            f"{path}: missing or empty, sample {self.sample_id} needs it; run wan-trainer unpack again"
             for name in SAMPLE_FILES
             if not _is_there(path := self.directory / name, may_be_empty=name in MAY_BE_EMPTY)
         ]
-
-
-@dataclass(frozen=True)
-class PromptRow:
-    """A prompt of a list, with the media it names."""
-
-    content: Sample
-
-    @property
-    def task(self) -> str:
-        """The name of the list, or what the line says."""
-        return self.content.task
-
-    @property
-    def sample_id(self) -> str:
-        """task/id."""
-        return self.content.sample_id
-
-    def sample(self) -> Sample:
-        """The sample."""
-        return self.content
-
-    def missing_files(self) -> list[Path]:
-        """Media that do not exist or are empty."""
-        media = (self.content.first_frame, self.content.ground_truth_video)
-        return [path for path in media if path is not None and not _is_there(path, may_be_empty=False)]
 
 
 class _ManifestEntry(BaseModel):
@@ -155,69 +148,6 @@ def _root_of(roots: Sequence[Path], task: str, name: str) -> Path:
     if len(roots) == 1:
         return roots[0]
     return next((root for root in roots if (root / task / name).is_dir()), roots[0])
-
-
-class _Line(BaseModel):
-    """One line of a .jsonl prompt list. Paths are relative to the list."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    prompt: str
-    image: str | None = Field(default=None, min_length=1)
-    reference_video: str | None = Field(default=None, min_length=1)
-    negative_prompt: str | None = None
-    id: str | None = None
-    task: str | None = None
-
-
-_LINE: TypeAdapter[_Line] = TypeAdapter(_Line)
-
-
-def prompt_list_rows(source: PromptListSource, base: Path) -> Iterator[PromptRow]:
-    """Rows in file order. The default id is the number of the line, from 0, in eight digits."""
-    path = base / source.path
-    task = path.stem if source.task is None else source.task
-    if path.suffix == ".txt":
-        lines = ((number, _Line(prompt=text)) for number, text in _lines(path))
-    elif path.suffix == ".jsonl":
-        lines = ((number, _parse_line(path, number, text)) for number, text in _lines(path) if text.strip())
-    else:
-        raise UserError(f"{path}: a prompt list is a .txt or a .jsonl file; rename or convert it")
-    for number, line in lines:
-        row_task, name = line.task or task, line.id or f"{number:08d}"
-        for part in (row_task, name):
-            if not is_safe_name(part):
-                raise UserError(
-                    f"{path}: line {number + 1}: {part!r} cannot be a task or an id; "
-                    "use letters, digits, '_', '-', '.' (key `task` of the source renames the list)"
-                )
-        yield PromptRow(
-            Sample(
-                sample_id=f"{row_task}/{name}",
-                task=row_task,
-                prompt=line.prompt.strip(),
-                first_frame=path.parent / line.image if line.image else None,
-                ground_truth_video=path.parent / line.reference_video if line.reference_video else None,
-                negative_prompt=line.negative_prompt,
-            )
-        )
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    # str.splitlines would also split at U+2028 and other separators that may stand inside a prompt.
-    lines = read_text(path).split("\n")
-    if lines[-1] == "":
-        lines.pop()
-    for number, text in enumerate(lines):
-        yield number, text.removesuffix("\r")
-
-
-def _parse_line(path: Path, number: int, text: str) -> _Line:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: line {number + 1}: not JSON ({error}); one object a line") from error
-    return validated(_LINE, value, path, f"line {number + 1}")
 
 
 def _is_there(path: Path, *, may_be_empty: bool) -> bool:
