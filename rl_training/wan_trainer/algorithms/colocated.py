@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from wan_trainer.algorithms.encoding import PromptEncoder
 from wan_trainer.algorithms.protocols import (
     Communicator,
     Conditioner,
@@ -64,10 +65,10 @@ class ColocatedRollouts:
         observer: Observer,
         peers: Peers | None = None,
     ) -> None:
-        leads = peers is None or peers.leads
-        assert reward is not None or not leads, "whoever decodes rollouts submits them"
+        encode = PromptEncoder(condition, clock, peers)
+        assert reward is not None or not encode.leads, "whoever decodes rollouts submits them"
         self._policy = policy
-        self._condition = condition
+        self._encode = encode
         self._decode = decode
         self._reward = reward
         self._sampler = sampler
@@ -80,8 +81,7 @@ class ColocatedRollouts:
         self._device = device
         self._clock = clock
         self._observer = observer
-        self._peers = peers
-        self._leads = leads
+        self._leads = encode.leads
 
     # no_grad, not inference_mode: autograd refuses to save inference tensors when the steps are replayed.
     @torch.no_grad()
@@ -118,17 +118,6 @@ class ColocatedRollouts:
             waves=tuple(waves),
             prepare_s=time.monotonic() - started,
         )
-
-    def _encode(self, batch: PromptBatch, ids: Sequence[SampleId]) -> tuple[Condition, dict[int, int]]:
-        """The condition of the distinct prompts of `ids`, each encoded once, and each prompt's row."""
-        prompts = sorted({i.prompt for i in ids})
-        frames = torch.stack([batch.first_frames[p] for p in prompts]) if batch.first_frames else None
-        with self._clock.span("condition", batch.step):
-            encoded = self._condition([batch.samples[p] for p in prompts], frames) if self._leads else None
-            if self._peers is not None:
-                encoded = self._peers.share(encoded)
-        assert encoded is not None
-        return encoded, {prompt: row for row, prompt in enumerate(prompts)}
 
     def _draw(
         self, batch: PromptBatch, ids: Sequence[SampleId], condition: Condition, keep: Sequence[int]

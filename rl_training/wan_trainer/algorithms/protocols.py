@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
@@ -33,6 +33,49 @@ class Policy(Protocol):
 
     def eval(self) -> object:
         """Switch to inference behaviour. Neither switch may change what `velocity` computes."""
+        ...
+
+
+class BranchPolicy(Policy, Protocol):
+    """A policy whose branches of guidance can be had apart; latents keep their dtype."""
+
+    def branch(
+        self, x_t: torch.Tensor, sigma: float, condition: Condition, *, negative: bool = False
+    ) -> torch.Tensor:
+        """The velocity under the prompt, or under the `negative` prompt."""
+        ...
+
+    def branches(
+        self, x_t: torch.Tensor, sigma: float, condition: Condition
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The conditional and the negative velocity, from one batched call."""
+        ...
+
+
+class BranchReference(Protocol):
+    """The frozen policy that the divergence of ReFL is measured from. Called without gradients."""
+
+    def branch(
+        self, x_t: torch.Tensor, sigma: float, condition: Condition, *, negative: bool = False
+    ) -> torch.Tensor:
+        """See `BranchPolicy.branch`."""
+        ...
+
+
+class PixelDecoder(Protocol):
+    """Decodes latents, with a gradient for them."""
+
+    def __call__(self, x0: torch.Tensor) -> torch.Tensor:
+        """(N, C, F, h, w) -> float32 (N, 3, frames, H, W) in [0, 1], without a graph."""
+        ...
+
+    def gradient[T](
+        self, x0: torch.Tensor, objective: Callable[[torch.Tensor], tuple[torch.Tensor, T]]
+    ) -> tuple[T, torch.Tensor]:
+        """What `objective` returns beside its loss, and the gradient of that loss in `x0`.
+
+        objective: takes the pixels and returns a scalar with a graph, and anything else.
+        """
         ...
 
 

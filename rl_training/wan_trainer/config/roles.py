@@ -1,7 +1,7 @@
 """The roles of a ReFL run: what gives the reward, what is only watched, and on which ranks each of them is.
 
-`roles` is the root of a ReFL recipe. `roles.actor` holds flat keys like any other line of a recipe; it has the
-ranks that no other role takes. The other roles name a part of their own and where it is placed.
+`roles` is the root of a ReFL recipe. `roles.actor` holds flat keys like any other line of a recipe; it has
+the ranks that no other role takes. The other roles name a part of their own and where it is placed.
 """
 
 from __future__ import annotations

@@ -100,22 +100,41 @@ class WanPolicy(nn.Module):
     def velocity(self, x_t: torch.Tensor, sigma: float, condition: Condition) -> torch.Tensor:
         """Predict the velocity of (N, C, F, h, w) float32 latents at one sigma; float32 of the same shape.
 
-        This is the only transformer call. The timestep 1000 * sigma stays float32 up to the sinusoid:
-        bfloat16 would turn 998.4 into 1000. With `condition.first_frame_latent`, latent frame 0 of the input
-        is that latent and its tokens' timestep is 0; the velocity returned there is meaningless and masked by
-        the caller. Guidance (cfg_scale > 1) is `v_uncond + scale * (v_cond - v_uncond)`, both in one batched
-        call.
+        It and its branches are the only transformer calls. The timestep 1000 * sigma stays float32 up to the
+        sinusoid: bfloat16 would turn 998.4 into 1000. With `condition.first_frame_latent`, latent frame 0 of
+        the input is that latent and its tokens' timestep is 0; the velocity returned there is meaningless and
+        masked by the caller. Guidance (cfg_scale > 1) is `v_uncond + scale * (v_cond - v_uncond)`, both in
+        one batched call.
         """
+        if self.cfg_scale > 1.0:
+            conditional, unconditional = self.branches(x_t, sigma, condition)
+            return unconditional + self.cfg_scale * (conditional - unconditional)
+        return self.branch(x_t, sigma, condition)
+
+    def branch(
+        self, x_t: torch.Tensor, sigma: float, condition: Condition, *, negative: bool = False
+    ) -> torch.Tensor:
+        """The velocity of one branch of guidance alone, the conditional or the `negative` prompt's."""
+        text = condition.negative_text if negative else condition.text
+        assert text is not None, "guidance needs the encoded negative prompt"
+        hidden, timestep = self._model_input(x_t, condition), self._timestep(sigma, x_t, condition)
+        return self._predict(sigma, hidden, timestep, text).to(x_t.dtype)
+
+    def branches(
+        self, x_t: torch.Tensor, sigma: float, condition: Condition
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The velocities of the conditional and of the negative branch, from one batched call."""
+        assert condition.negative_text is not None, "guidance needs the encoded negative prompt"
+        hidden, timestep = self._model_input(x_t, condition), self._timestep(sigma, x_t, condition)
+        text = torch.cat([condition.text, condition.negative_text])
+        output = self._predict(sigma, torch.cat([hidden] * 2), torch.cat([timestep] * 2), text)
+        conditional, negative = output.to(x_t.dtype).chunk(2)
+        return conditional, negative
+
+    def _predict(
+        self, sigma: float, hidden: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor
+    ) -> torch.Tensor:
         expert = self.experts[self.expert_for(sigma)]
-        hidden = self._model_input(x_t, condition)
-        timestep = self._timestep(sigma, x_t, condition)
-        text = condition.text
-        guided = self.cfg_scale > 1.0
-        if guided:
-            assert condition.negative_text is not None, "guidance needs the encoded negative prompt"
-            text = torch.cat([text, condition.negative_text])
-            hidden = torch.cat([hidden, hidden])
-            timestep = torch.cat([timestep, timestep])
         # Through __call__, not .forward: FSDP gathers the expert's parameters in its pre-forward hook.
         output: torch.Tensor = expert(
             hidden_states=hidden.to(self.compute_dtype),
@@ -123,13 +142,9 @@ class WanPolicy(nn.Module):
             encoder_hidden_states=text.to(self.compute_dtype),
             return_dict=False,
         )[0]
-        output = output.to(torch.float32)
         if isinstance(expert, FSDPModule) and not output.requires_grad and not self.trains_at(sigma):
             # FSDP lists every forward until a backward clears its list; a frozen expert never has one.
             expert.reset_iter_state()
-        if guided:
-            conditional, unconditional = output.chunk(2)
-            return unconditional + self.cfg_scale * (conditional - unconditional)
         return output
 
     def trains_at(self, sigma: float) -> bool:

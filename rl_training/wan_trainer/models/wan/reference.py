@@ -22,7 +22,6 @@ from wan_trainer.models.wan.parallelize import parallelize
 from wan_trainer.models.wan.policy import WanPolicy, build_policy
 from wan_trainer.models.wan.weights import expert_weights
 from wan_trainer.sampling.dtypes import DTYPES
-from wan_trainer.sampling.sampler import Velocity
 from wan_trainer.types import Condition
 
 
@@ -39,6 +38,33 @@ class WithoutAdapters:
         assert not torch.is_grad_enabled(), "a backward would recompute the blocks with the adapters on"
         with adapters_off(self.policy.experts[self.policy.expert_for(sigma)]):
             return self.policy.velocity(x_t, sigma, condition)
+
+    def branch(
+        self, x_t: torch.Tensor, sigma: float, condition: Condition, *, negative: bool = False
+    ) -> torch.Tensor:
+        """`WanPolicy.branch` of the base weights."""
+        assert not torch.is_grad_enabled(), "a backward would recompute the blocks with the adapters on"
+        with adapters_off(self.policy.experts[self.policy.expert_for(sigma)]):
+            return self.policy.branch(x_t, sigma, condition, negative=negative)
+
+
+@dataclass(frozen=True)
+class FrozenCopy:
+    """The `Velocity` of a policy that is never trained."""
+
+    policy: WanPolicy
+
+    def __call__(self, x_t: torch.Tensor, sigma: float, condition: Condition) -> torch.Tensor:
+        return self.policy.velocity(x_t, sigma, condition)
+
+    def branch(
+        self, x_t: torch.Tensor, sigma: float, condition: Condition, *, negative: bool = False
+    ) -> torch.Tensor:
+        """`WanPolicy.branch` of the copy."""
+        return self.policy.branch(x_t, sigma, condition, negative=negative)
+
+
+Reference = WithoutAdapters | FrozenCopy
 
 
 @contextmanager
@@ -65,7 +91,7 @@ def build_reference(
     mesh: Mesh,
     seed: int,
     start: Callable[[WanPolicy], None] | None = None,
-) -> Velocity:
+) -> Reference:
     """The starting policy of `spec` as a velocity that needs no gradient.
 
     With LoRA, `policy` itself without its adapters. Otherwise a frozen copy of the experts that are trained,
@@ -82,7 +108,7 @@ def build_reference(
     copy = frozen_copy(components, spec, mesh, policy.cfg_scale, seed)
     if start is not None:
         start(copy)
-    return copy.velocity
+    return FrozenCopy(copy)
 
 
 def frozen_copy(
