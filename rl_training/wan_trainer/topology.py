@@ -23,8 +23,8 @@ class FamilyShape:
     """Shape facts of one model family.
 
     patch: transformer patch over latent (frames, height, width). pixel_multiple: VAE stride x patch, what
-    height and width must be multiples of. pins_first_frame: latent frame 0 is the encoded first image and is
-    not sampled.
+    height and width must be multiples of. takes_image, needs_image: a first frame is a condition of it, and
+    it works with one only. pins_first_frame: with one, latent frame 0 is the encoded image and is not sampled.
     """
 
     vae_temporal_stride: int
@@ -33,6 +33,7 @@ class FamilyShape:
     latent_channels: int
     pixel_multiple: int
     experts: int
+    takes_image: bool
     needs_image: bool
     pins_first_frame: bool
 
@@ -48,16 +49,16 @@ class FamilyShape:
         return (frames // self.patch[0]) * (rows // self.patch[1]) * (columns // self.patch[2])
 
 
-def _family(stride: int, channels: int, experts: int, needs_image: bool, pins: bool) -> FamilyShape:
+def _family(stride: int, channels: int, experts: int, takes: bool, needs: bool, pins: bool) -> FamilyShape:
     patch = (1, 2, 2)
-    return FamilyShape(4, stride, patch, channels, stride * patch[1], experts, needs_image, pins)
+    return FamilyShape(4, stride, patch, channels, stride * patch[1], experts, takes, needs, pins)
 
 
 FAMILIES: Mapping[Family, FamilyShape] = {
-    "ti2v-5b": _family(16, 48, experts=1, needs_image=True, pins=True),
-    "i2v-a14b": _family(8, 16, experts=2, needs_image=True, pins=False),
-    "t2v-1.3b": _family(8, 16, experts=1, needs_image=False, pins=False),
-    "t2v-a14b": _family(8, 16, experts=2, needs_image=False, pins=False),
+    "ti2v-5b": _family(16, 48, experts=1, takes=True, needs=False, pins=True),
+    "i2v-a14b": _family(8, 16, experts=2, takes=True, needs=True, pins=False),
+    "t2v-1.3b": _family(8, 16, experts=1, takes=False, needs=False, pins=False),
+    "t2v-a14b": _family(8, 16, experts=2, takes=False, needs=False, pins=False),
 }
 
 

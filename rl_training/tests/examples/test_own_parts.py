@@ -23,6 +23,7 @@ from wan_trainer.cli import validate
 from wan_trainer.cli.main import main
 from wan_trainer.config import load_with_sources, trainer_root
 from wan_trainer.config.specs import OwnRewardSpec, Target
+from wan_trainer.digests import file_sha256
 from wan_trainer.objectives.advantages import group_advantages
 from wan_trainer.recording.identity import code_digest
 from wan_trainer.rewards.build import build_part
@@ -101,7 +102,11 @@ def test_the_example_trains_with_five_parts_of_ones_own(tmp_path: Path, flags: l
 
 
 def test_the_built_in_algorithm_takes_the_other_four(tmp_path: Path, flags: list[str]) -> None:
+    """And a prompt list without images, from which TI2V makes videos of the text alone."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red ball\n\na blue ball\n")
     grpo = [*flags, "--trainer", "dancegrpo", "--grpo_updates_per_rollout", "2", "--max_steps", "1"]
+    grpo += ["--dataset_json", str(prompts)]
     losses = {"narrow": "null"} | {
         name: f"{{_target_: my_parts.loss.ClipHigher, widen: {widen}}}"
         for name, widen in (("same", 1.0), ("wide", 1000.0))
@@ -115,6 +120,15 @@ def test_the_built_in_algorithm_takes_the_other_four(tmp_path: Path, flags: list
         found[name] = (row["policy_loss"], row["grad_norm"], row["clip_fraction"])
     assert found["same"] == found["narrow"] and found["narrow"][2] > 0
     assert found["wide"] != found["narrow"], "the loss is the one that was named"
+    assert {row["sample_id"] for row in rows(out, "rewards.jsonl")} == {
+        f"prompts/{line:08d}" for line in (0, 2)
+    }
+    assert json.loads((out / "run.json").read_text())["dataset"] == {
+        "path": str(prompts),
+        "sha256": file_sha256(prompts),
+        "manifests": {},
+        "samples": 2,
+    }
 
 
 def test_schedule_is_the_formula(importable) -> None:

@@ -145,6 +145,17 @@ def test_tasks_that_the_evaluator_does_not_know(world):
     assert "0.25" in line
 
 
+def test_a_prompt_list_is_checked_as_a_dataset(world):
+    path = world.root / "list.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b", "picture": "b.png"}\n')
+    world.set(dataset_json=str(path), dataset_size=None)
+    (line,) = errors(world)
+    assert f"{path}:2: 'picture', unknown key" in line
+    path.write_text('{"prompt": "a"}\n')
+    (line,) = errors(world)
+    assert "1 of 1 samples have no ground truth (first: list/00000000)" in line
+
+
 def test_ffprobe_is_asked_for_only_when_the_evaluator_calls_it(world, write_evaluator, monkeypatch):
     monkeypatch.setattr("wan_trainer.preflight.inputs.shutil.which", lambda name: None)
     assert errors(world) == []

@@ -173,7 +173,8 @@ def test_the_family_tables():
         "t2v-a14b": 16,
     }
     assert {family for family, shape in FAMILIES.items() if shape.experts == 2} == {"i2v-a14b", "t2v-a14b"}
-    assert {family for family, shape in FAMILIES.items() if shape.needs_image} == {"ti2v-5b", "i2v-a14b"}
+    assert {family for family, shape in FAMILIES.items() if shape.takes_image} == {"ti2v-5b", "i2v-a14b"}
+    assert {family for family, shape in FAMILIES.items() if shape.needs_image} == {"i2v-a14b"}
 
 
 @pytest.mark.parametrize("family", [None, *FAMILIES])

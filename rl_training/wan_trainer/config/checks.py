@@ -26,7 +26,8 @@ def _required(config: GrpoConfig) -> Iterator[Problem]:
     if not config.model_path:
         yield refuse("model_path", "is missing; name the Diffusers directory of the model")
     if not config.dataset_json:
-        yield refuse("dataset_json", "is missing; name the dataset descriptor that wan-trainer unpack wrote")
+        line = "is missing; name the dataset.json that wan-trainer unpack wrote, or a prompt list"
+        yield refuse("dataset_json", line)
     if not config.output_dir:
         yield refuse("output_dir", "is missing; name the directory of the run")
 

@@ -88,7 +88,11 @@ class DataSection(Section):
     title: ClassVar[str] = "Data"
 
     dataset_json: str = key(
-        "", "Dataset descriptor (see the data page).", group="data", path=True, required=True
+        "",
+        "Dataset descriptor (.json) or prompt list (.txt, .jsonl); see the data page.",
+        group="data",
+        path=True,
+        required=True,
     )
     dataset_size: int | None = key(
         None, "Number of samples the dataset must have; null accepts any.", group="data", ge=1

@@ -83,6 +83,17 @@ def load_dataset(spec: DataSpec) -> Dataset:
     return Dataset(rows, {_label(file, path.parent): file_sha256(file) for file in definitions})
 
 
+def check_ground_truth(dataset: Dataset) -> None:
+    """Raise UserError when a sample has nothing that a rule reward could compare a rollout with."""
+    without = dataset.without_ground_truth()
+    if without:
+        raise UserError(
+            f"dataset_json: {len(without)} of {len(dataset)} samples have no ground truth (first: "
+            f"{without[0]}), which vbvr_rule compares with; use unpacked archives (a prompt list has none), "
+            "or another grpo_reward_fn"
+        )
+
+
 def _sources(path: Path) -> list[Source]:
     """The sources that a file is or lists, by its suffix."""
     if path.suffix == ".json":

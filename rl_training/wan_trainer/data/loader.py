@@ -25,8 +25,8 @@ from torch.utils.data import Dataset as TorchDataset
 
 from wan_trainer.config.specs import DataSpec
 from wan_trainer.data.dataset import Dataset
+from wan_trainer.data.first_frames import first_frame
 from wan_trainer.data.stream import StreamOrder
-from wan_trainer.media import fill_and_crop, read_image
 from wan_trainer.types import PromptBatch, Sample, UserError
 
 # A worker that reads nothing for so long hangs on a dead file system; the run then fails instead of
@@ -80,20 +80,13 @@ class _Steps(TorchDataset[_Loaded | _Failure]):
         try:
             samples = tuple(self._dataset[index] for index in indices)
             wanted = request.local_prompts if self._with_first_frames else ()
-            frames = {prompt: self._first_frame(samples[prompt]) for prompt in dict.fromkeys(wanted)}
+            frames = {
+                prompt: first_frame(samples[prompt], self._height, self._width)
+                for prompt in dict.fromkeys(wanted)
+            }
         except UserError as error:
             return _Failure(error.problems)
         return _Loaded(request.step, epoch, samples, frames)
-
-    def _first_frame(self, sample: Sample) -> np.ndarray:
-        """uint8 (3, H, W) at the training size."""
-        if sample.first_frame is None:
-            raise UserError(
-                f"sample {sample.sample_id} has no image, and this model family starts from one; "
-                "add `image` to its line or choose a text-to-video model"
-            )
-        image = fill_and_crop(read_image(sample.first_frame), self._height, self._width)
-        return np.ascontiguousarray(image.transpose(2, 0, 1))
 
 
 def batches(
@@ -109,8 +102,8 @@ def batches(
     """The batches of steps start, start + 1, ..., num_batches - 1, in order.
 
     batch_size: prompts of a step over all ranks. num_batches: length of the whole run, not of what is left.
-    local_prompts: indices of this rank's prompts in each batch. with_first_frames: false for families without
-    an image, whose files are not opened. Raises UserError when a file of a sample cannot be read.
+    local_prompts: indices of this rank's prompts in each batch. with_first_frames: false for a run that does
+    not start from images, which opens none. Raises UserError when a file of a sample cannot be read.
     """
     assert batch_size > 0 and start >= 0, (batch_size, start)
     steps = _Steps(dataset, spec, batch_size, with_first_frames)

@@ -21,7 +21,7 @@ from wan_trainer.preflight.machine import check_accelerator, check_disk
 from wan_trainer.preflight.network import check_rendezvous
 from wan_trainer.preflight.openings import check_openings, check_own_reward
 from wan_trainer.preflight.start import check_start
-from wan_trainer.topology import FAMILIES, Topology
+from wan_trainer.topology import Topology
 from wan_trainer.types import UserError
 
 DEFAULT_ADDRESS = "127.0.0.1"
@@ -66,8 +66,7 @@ def run_checks(
         problems += [Finding(heads)] if heads else []
     problems += check_start(spec)
     problems += check_openings(spec)
-    needs_image = family is not None and FAMILIES[family].needs_image
-    problems += check_inputs(spec, topology, env, needs_image=needs_image)
+    problems += check_inputs(spec, topology, env, family)
     problems += check_accelerator(spec.device, nproc, env, stated=config.device)
     problems += check_kernels(spec.model, head_dim, env)
     if not model_lines:
@@ -76,11 +75,11 @@ def run_checks(
 
 
 def check_inputs(
-    spec: RunSpec, topology: Topology | None, env: Mapping[str, str], *, needs_image: bool
+    spec: RunSpec, topology: Topology | None, env: Mapping[str, str], family: Family | None
 ) -> list[Finding]:
     """Dataset and reward, and what each asks of the other."""
-    problems, tasks = check_dataset(spec.data, needs_image=needs_image)
     rule = spec.reward.rule
+    problems, tasks = check_dataset(spec.data, family, needs_ground_truth=rule is not None)
     if rule is not None:
         problems += check_evaluator(rule, tasks)
         problems += check_clip_length(spec.data, rule)

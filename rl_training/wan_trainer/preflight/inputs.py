@@ -7,8 +7,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from wan_trainer.config.specs import DataSpec, RuleRewardSpec
-from wan_trainer.data.dataset import load_dataset
+from wan_trainer.config.specs import DataSpec, Family, RuleRewardSpec
+from wan_trainer.data.dataset import check_ground_truth, load_dataset
+from wan_trainer.data.first_frames import takes_first_frames
 from wan_trainer.media import kept_frames
 from wan_trainer.preflight.finding import Finding
 from wan_trainer.preflight.machine import check_scratch
@@ -25,39 +26,56 @@ from wan_trainer.types import Sample, UserError
 _SAMPLED = 16
 
 
-def check_dataset(spec: DataSpec, *, needs_image: bool) -> tuple[list[Finding], tuple[str, ...]]:
+def check_dataset(
+    spec: DataSpec, family: Family | None, *, needs_ground_truth: bool
+) -> tuple[list[Finding], tuple[str, ...]]:
     """The descriptor, the number of samples and the files of a few; also the names of all tasks.
 
-    Only a few samples are opened: a dataset of 50,000 on shared storage would take minutes.
+    family: None when it is not known. Only a few samples are opened: a dataset of 50,000 on shared storage
+    would take minutes.
     """
     try:
         dataset = load_dataset(spec)
     except UserError as error:
         return [Finding(line) for line in error.problems], ()
     problems: list[Finding] = []
+    tasks = dataset.tasks
+    try:
+        if family is not None:
+            takes_first_frames(dataset, family)
+    except UserError as error:
+        problems += [Finding(line) for line in error.problems]
+    try:
+        if needs_ground_truth:
+            check_ground_truth(dataset)
+    except UserError as error:
+        problems += [Finding(line) for line in error.problems]
+        # That no evaluator knows the names of prompt lists would be said beside it.
+        tasks = ()
     for index in range(0, len(dataset), max(1, len(dataset) // _SAMPLED)):
         try:
-            problems += _check_sample(dataset[index], needs_image)
+            problems += _check_sample(dataset[index])
         except UserError as error:
             problems += [Finding(line) for line in error.problems]
-    return problems, dataset.tasks
+    return problems, tasks
 
 
-def _check_sample(sample: Sample, needs_image: bool) -> list[Finding]:
-    files = (sample.first_frame, sample.ground_truth_video, sample.final_frame, sample.metadata)
-    problems = [
+def _check_sample(sample: Sample) -> list[Finding]:
+    files = (
+        sample.first_frame,
+        sample.reference_video,
+        sample.ground_truth_video,
+        sample.final_frame,
+        sample.metadata,
+    )
+    return [
         Finding(
-            f"dataset_json: {path} of sample {sample.sample_id} is missing or empty: unpack its task again"
+            f"dataset_json: {path} of sample {sample.sample_id} is missing or empty: unpack its task again, "
+            "or mend the prompt list"
         )
         for path in files
         if path is not None and not (path.is_file() and path.stat().st_size)
     ]
-    if needs_image and sample.first_frame is None:
-        line = (
-            f"dataset_json: sample {sample.sample_id} has no first frame, an image-to-video model needs one"
-        )
-        problems.append(Finding(f"{line}: add the image, or use a text-to-video model"))
-    return problems
 
 
 def check_evaluator(spec: RuleRewardSpec, tasks: Sequence[str]) -> list[Finding]:

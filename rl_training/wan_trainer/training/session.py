@@ -11,7 +11,8 @@ from rich.console import Console
 
 from wan_trainer.config import public_values
 from wan_trainer.config.specs import RunSpec
-from wan_trainer.data.dataset import Dataset, load_dataset
+from wan_trainer.data.dataset import Dataset, check_ground_truth, load_dataset
+from wan_trainer.data.first_frames import takes_first_frames
 from wan_trainer.data.loader import batches
 from wan_trainer.distributed.collectives import (
     SharedUserError,
@@ -27,7 +28,7 @@ from wan_trainer.recording.opening import open_run_log
 from wan_trainer.recording.run_record import RunRecord
 from wan_trainer.recording.tracking import stored_run_id
 from wan_trainer.rewards.build import build_reward
-from wan_trainer.topology import FAMILIES, Topology, assign, total_batches
+from wan_trainer.topology import Topology, assign, total_batches
 from wan_trainer.training.assembly import Model, build_grpo, build_model, build_updater
 from wan_trainer.training.checkpoint import CheckpointWriter, TrainState, load_checkpoint
 from wan_trainer.training.expert_coverage import ExpertCoverage, learning_experts
@@ -107,7 +108,7 @@ def _find_work(mesh: Mesh, start: Start, allow_changed: Collection[str]) -> Work
         ),
     )
     starting_point = from_first_rank(mesh, lambda: find_starting_point(spec, resume))
-    dataset = on_every_rank(mesh, lambda: load_dataset(spec.data))
+    dataset = on_every_rank(mesh, lambda: _dataset(spec))
     stop, window = spec.stop, spec.optimizer.gradient_accumulation_steps
     total = total_batches(stop.num_epochs, stop.max_steps, len(dataset), start.topology.prompts, window)
     work = Work(resume, starting_point, dataset, total)
@@ -118,6 +119,15 @@ def _find_work(mesh: Mesh, start: Start, allow_changed: Collection[str]) -> Work
             "output_dir"
         )
     return work
+
+
+def _dataset(spec: RunSpec) -> Dataset:
+    """The data set, with what the model and the reward ask of it; UserError before anything heavy loads."""
+    dataset = load_dataset(spec.data)
+    takes_first_frames(dataset, spec.model.family)
+    if spec.reward.rule is not None:
+        check_ground_truth(dataset)
+    return dataset
 
 
 def _scorers(spec: RunSpec, mesh: Mesh, dataset: Dataset, stack: ExitStack) -> Reward | None:
@@ -260,7 +270,7 @@ def _batches(spec: RunSpec, topology: Topology, mesh: Mesh, work: Work) -> Itera
         num_batches=work.total,
         start=work.done,
         local_prompts=local_prompts(topology, mesh),
-        with_first_frames=FAMILIES[spec.model.family].needs_image,
+        with_first_frames=takes_first_frames(work.dataset, spec.model.family),
     )
 
 
