@@ -77,7 +77,6 @@ def test_an_unknown_family_is_refused_when_the_run_is_resolved(load):
 @pytest.mark.parametrize(
     ("values", "remedy"),
     [
-        ({"base_lora": "a"}, "--base_lora null"),
         ({"eval_steps": 5}, "--eval_steps 0"),
     ],
 )
@@ -96,6 +95,7 @@ def test_what_is_built_is_not_refused(load):
         grpo_shared_prompt_microbatch_size=2,
         gradient_checkpointing=True,
         lora_rank=4,
+        base_lora="a",
         grpo_kl_coeff=0.1,
         ema_decay=0.9,
         grpo_offload_inference_models=True,

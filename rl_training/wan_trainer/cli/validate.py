@@ -16,6 +16,7 @@ import wan_trainer
 from wan_trainer.config.contract import common_values
 from wan_trainer.config.load import LoadedConfig, load_with_sources
 from wan_trainer.config.specs import RunSpec
+from wan_trainer.models.wan.base_lora_files import base_lora_identity
 from wan_trainer.preflight.checks import DEFAULT_ADDRESS, DEFAULT_PORT, resolve_here, run_checks
 from wan_trainer.preflight.finding import Finding
 from wan_trainer.preflight.paths import check_named_paths
@@ -107,6 +108,7 @@ def _call_roll(args: argparse.Namespace, loaded: LoadedConfig, spec: RunSpec) ->
             **common_values(loaded.config),
             "device": spec.device,
             **{f"the source of {key}": digest for key, digest in source_digests(spec).items()},
+            **base_lora_identity(spec.model.path, spec.model.base_lora),
         },
     )
     address = os.environ.get("MASTER_ADDR") or DEFAULT_ADDRESS

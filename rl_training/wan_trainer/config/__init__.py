@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         contract_changes,
         contract_digests,
         contract_values,
+        group_digests,
         public_values,
     )
     from wan_trainer.config.device import resolve_device, unbuilt
@@ -33,6 +34,7 @@ __all__ = [
     "contract_digests",
     "contract_values",
     "find_config",
+    "group_digests",
     "keys",
     "known_family",
     "load_config",
@@ -50,7 +52,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "contract": ("common_values", "contract_changes", "contract_digests", "contract_values", "public_values"),
+    "contract": (
+        "common_values",
+        "contract_changes",
+        "contract_digests",
+        "contract_values",
+        "group_digests",
+        "public_values",
+    ),
     "device": ("resolve_device", "unbuilt"),
     "family": ("known_family", "read_family"),
     "load": ("LoadedConfig", "load_config", "load_with_sources", "settle_device"),

@@ -22,6 +22,23 @@ def contradictions(config: GrpoConfig) -> list[Problem]:
     return [problem for rule in rules for problem in rule(config)]
 
 
+FEW_STEPS = 8
+"""Sampling steps up to which a Wan model needs to be distilled."""
+
+
+def few_steps_warning(key: str, steps: int, base_lora: object) -> str | None:
+    """A warning for so few sampling steps, the value of `key`, that only a step-distilled model samples well.
+
+    Not refused: the weights of model_path may be distilled already.
+    """
+    if steps > FEW_STEPS or base_lora is not None:
+        return None
+    return (
+        f"{key}: {steps} steps are few for a model that is not distilled, and base_lora is null; set "
+        "base_lora to a few-step adapter unless model_path is distilled already, or raise the steps"
+    )
+
+
 def _required(config: GrpoConfig) -> Iterator[Problem]:
     if not config.model_path:
         yield refuse("model_path", "is missing; name the Diffusers directory of the model")
@@ -104,6 +121,22 @@ def _adapters(config: GrpoConfig) -> Iterator[Problem]:
             f"{config.transformer_load_dtype} would round away most updates of full fine-tuning; use auto or "
             "float32 (param_dtype already computes in 16 bits)",
             "lora_rank",
+        )
+
+
+def _expert_of_adapters(config: GrpoConfig) -> Iterator[Problem]:
+    """A prefix that names the expert which is not trained; other prefixes need the model to be judged."""
+    prefix = config.lora_module_prefix
+    if config.lora_rank == 0 or prefix is None or config.train_experts == "both":
+        return
+    named = {"high_noise": "high", "transformer": "high", "low_noise": "low", "transformer_2": "low"}
+    expert = named.get(prefix.partition(".")[0])
+    if expert is not None and expert != config.train_experts:
+        yield refuse(
+            "lora_module_prefix",
+            f"{prefix} is in the {expert}-noise expert, and train_experts is {config.train_experts}; use "
+            f"train_experts: {expert} or both, or another prefix",
+            "train_experts",
         )
 
 
@@ -299,6 +332,7 @@ RULES: tuple[Rule, ...] = (
     _video_shape,
     _experts,
     _adapters,
+    _expert_of_adapters,
     attention_rules,
     compile_rules,
     _sharding,

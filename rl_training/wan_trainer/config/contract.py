@@ -60,9 +60,14 @@ def contract_values(config: GrpoConfig, prompts: int | None = None) -> dict[str,
 
 def contract_digests(config: GrpoConfig, prompts: int | None = None) -> dict[str, str]:
     """A sha256 of each contract group; equal digests mean equal values."""
+    return group_digests(contract_values(config, prompts))
+
+
+def group_digests(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """A sha256 of the values of each group."""
     return {
         group: hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-        for group, values in contract_values(config, prompts).items()
+        for group, values in groups.items()
     }
 
 

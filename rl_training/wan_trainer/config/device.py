@@ -57,10 +57,6 @@ def unbuilt(config: GrpoConfig) -> list[str]:
             lines.append(line)
 
     refuse(
-        config.base_lora is not None,
-        f"base_lora: {config.base_lora}: merging an adapter is not built; use --base_lora null",
-    )
-    refuse(
         config.eval_steps > 0,
         f"eval_steps: {config.eval_steps}: evaluation in training is not built; use --eval_steps 0",
     )

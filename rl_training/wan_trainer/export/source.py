@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from wan_trainer.config.paths import trainer_path
 from wan_trainer.models.wan.adapter_files import AdapterConfig, read_adapter_config
+from wan_trainer.models.wan.base_lora_files import SHA256_KEY, base_lora_sha256
 from wan_trainer.models.wan.directory import EXPERTS, WanDirectory, read_directory
 from wan_trainer.recording.identity import model_identity
 from wan_trainer.recording.jsonl import Json
@@ -27,7 +29,8 @@ class Source:
 
     section: the trained weights, or their averages. experts: those that were trained. adapters: their
     configuration by expert, empty after full fine-tuning. started_from: weights that took the place of the
-    model directory's before training.
+    model directory's before training. base_lora: the adapter that was merged into what the run started with,
+    and its digest.
     """
 
     checkpoint: Path
@@ -37,6 +40,19 @@ class Source:
     experts: tuple[str, ...]
     adapters: Mapping[str, AdapterConfig]
     started_from: Path | None
+    base_lora: Path | None = None
+    base_lora_sha256: str | None = None
+
+    def checked_base_lora(self, experts: Sequence[str]) -> Path | None:
+        """`base_lora`, once it is what the run merged. Raises UserError when it is gone or another one."""
+        if self.base_lora is None:
+            return None
+        if base_lora_sha256(self.base_lora, experts) != self.base_lora_sha256:
+            raise UserError(
+                f"base_lora: {self.base_lora} is no longer what {self.checkpoint} was trained on: put the "
+                "adapter of that run back there"
+            )
+        return self.base_lora
 
 
 def open_source(path: Path, *, ema: bool) -> Source:
@@ -56,7 +72,8 @@ def open_source(path: Path, *, ema: bool) -> Source:
     experts = tuple(name for name in EXPERTS if state.shapes(section, f"{name}."))
     if not experts:
         raise UserError(f"{checkpoint} holds no weights of a Wan transformer: name a checkpoint of a run")
-    started_from = read_train_state(checkpoint).started_from
+    position = read_train_state(checkpoint)
+    started_from, model = position.started_from, position.contract.get("model", {})
     return Source(
         checkpoint=checkpoint,
         manifest=manifest,
@@ -69,6 +86,8 @@ def open_source(path: Path, *, ema: bool) -> Source:
             if any(".lora_A." in key for key in state.shapes(section, f"{name}."))
         },
         started_from=None if started_from is None else Path(started_from),
+        base_lora=trainer_path(model["base_lora"]) if model.get("base_lora") else None,
+        base_lora_sha256=model.get(SHA256_KEY),
     )
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from wan_trainer.models.wan.base_lora import BaseLora
+from wan_trainer.models.wan.base_lora_files import base_lora_file
 from wan_trainer.models.wan.starting_weights import check_starting_weights, starting_component
 from wan_trainer.models.wan.weights import Weights
 from wan_trainer.recording.manifest import verify_checkpoint
@@ -23,9 +25,16 @@ class StartingWeights:
     model: its component in the model directory, whose names, shapes and files an export has.
     """
 
-    def __init__(self, model: Path, name: str, started_from: Path | None) -> None:
-        """Raises UserError when `started_from` is gone or damaged."""
-        self.model = Weights(model)
+    def __init__(
+        self, model: Path, name: str, started_from: Path | None, base_lora: Path | None = None
+    ) -> None:
+        """base_lora: merged into weights that are read from files; those of a checkpoint have it already.
+
+        Raises UserError when `started_from` or `base_lora` is gone, damaged or of another model.
+        """
+        file = None if base_lora is None else base_lora_file(base_lora, name)
+        self._base_lora = None if file is None else BaseLora(file)
+        self.model = Weights(model, self._base_lora)
         self._state: StoredState | None = None
         self._files: Weights | None = None
         self._replaced: set[str] = set()
@@ -36,10 +45,10 @@ class StartingWeights:
     @property
     def replaced(self) -> bool:
         """Whether they are other weights than the model directory's."""
-        return bool(self._replaced)
+        return bool(self._replaced) or self._base_lora is not None
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """These tensors, as they are stored."""
+        """These tensors, as they are stored, or in float32 where an adapter was merged into them."""
         tensors: dict[str, torch.Tensor] = {}
         if self._state is not None:
             wanted = [name for name in names if name in self._replaced]
@@ -69,7 +78,7 @@ class StartingWeights:
                 )
             component = starting_component(path, name)
             if component is not None:
-                self._files = Weights(component)
+                self._files = Weights(component, self._base_lora)
                 self._replaced = set(self._files.names)
         foreign = sorted(self._replaced - self.model.names)
         if foreign:

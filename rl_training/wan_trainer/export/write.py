@@ -43,9 +43,11 @@ def export_diffusers(source: Source, base: WanDirectory, out: Path, dtype: torch
     one their base has. Raises UserError when `out` exists or cannot be written.
     """
     experts: dict[str, TrainedExpert] = {}
+    kept = [name for name in base.experts if name not in source.experts or name in source.adapters]
+    base_lora = source.checked_base_lora(base.experts) if kept else None
     for name in base.experts:
-        whole = name in source.experts and name not in source.adapters
-        start = StartingWeights(base.path / name, name, None if whole else source.started_from)
+        needed = (source.started_from, base_lora) if name in kept else (None, None)
+        start = StartingWeights(base.path / name, name, *needed)
         if name in source.experts or start.replaced:
             experts[name] = TrainedExpert(source, name, start)
 
@@ -62,9 +64,11 @@ def export_diffusers(source: Source, base: WanDirectory, out: Path, dtype: torch
             written = write_expert(partial / component, expert, dtype)
             if component in source.experts:
                 merged = ", adapters merged" if component in source.adapters else ""
+                if merged and base_lora is not None:
+                    merged += f" after base_lora {base_lora}"
                 yield f"{component}: trained{merged}{_averaged(source)}, {_name(written)}"
             else:
-                yield f"{component}: not trained, as in {source.started_from}, {_name(written)}"
+                yield f"{component}: not trained, {_start(source.started_from, base_lora)}, {_name(written)}"
 
     return _whole(out, source, fill)
 
@@ -92,6 +96,11 @@ def export_lora(source: Source, out: Path, dtype: torch.dtype | None) -> Written
             yield (
                 f"{expert}: {len(tensors) // 2} adapters{_averaged(source)}, rank {config['r']}, "
                 f"alpha {config['lora_alpha']:g}, {_name(written)}"
+            )
+        if source.base_lora is not None:
+            yield (
+                f"they apply to weights into which base_lora {source.base_lora} is merged: load that one "
+                "beneath them, at scale 1"
             )
 
     return _whole(out, source, fill)
@@ -170,6 +179,12 @@ def _weight_names(component: Path) -> frozenset[str]:
         for file in component.rglob("*")
         if file.suffix in _WEIGHTS or file.name.endswith(".index.json")
     )
+
+
+def _start(started_from: Path | None, base_lora: Path | None) -> str:
+    """What an expert that was not trained is."""
+    words = [] if started_from is None else [f"as in {started_from}"]
+    return ", ".join(words if base_lora is None else [*words, f"base_lora {base_lora} merged"])
 
 
 def _averaged(source: Source) -> str:

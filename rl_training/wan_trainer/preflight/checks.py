@@ -10,7 +10,7 @@ from wan_trainer.config.family import known_family
 from wan_trainer.config.resolution import resolve, topology_of
 from wan_trainer.config.schema import GrpoConfig
 from wan_trainer.config.specs import Family, RuleRewardSpec, RunSpec
-from wan_trainer.models.wan.architecture import check_heads, model_shape
+from wan_trainer.models.wan.architecture import check_adapters, check_heads, model_shape
 from wan_trainer.models.wan.directory import check_directory
 from wan_trainer.preflight.cuda import cuda_devices
 from wan_trainer.preflight.finding import Finding
@@ -20,7 +20,7 @@ from wan_trainer.preflight.kernels import check_kernels
 from wan_trainer.preflight.machine import check_accelerator, check_disk
 from wan_trainer.preflight.network import check_rendezvous
 from wan_trainer.preflight.openings import check_openings, check_own_reward
-from wan_trainer.preflight.start import check_start
+from wan_trainer.preflight.start import check_base, check_start
 from wan_trainer.topology import Topology
 from wan_trainer.types import UserError
 
@@ -60,11 +60,12 @@ def run_checks(
     problems += [Finding(line) for line in model_lines]
     head_dim = DEFAULT_HEAD_DIM
     if family is not None:
-        shape = model_shape(spec.model.path, family).transformer
-        head_dim = shape.attention_head_dim
-        heads = check_heads(shape, spec.parallel.tensor_parallel_size)
-        problems += [Finding(heads)] if heads else []
+        model = model_shape(spec.model.path, family)
+        head_dim = model.transformer.attention_head_dim
+        heads = check_heads(model.transformer, spec.parallel.tensor_parallel_size)
+        problems += [Finding(line) for line in (heads, check_adapters(model, spec.model)) if line]
     problems += check_start(spec)
+    problems += check_base(spec.model, readable=not model_lines)
     problems += check_openings(spec)
     problems += check_inputs(spec, topology, env, family)
     problems += check_accelerator(spec.device, nproc, env, stated=config.device)

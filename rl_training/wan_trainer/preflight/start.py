@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from wan_trainer.config.specs import RunSpec
+from wan_trainer.config.specs import ModelSpec, RunSpec
+from wan_trainer.models.wan.base_lora_files import check_base_lora
 from wan_trainer.models.wan.directory import EXPERTS
 from wan_trainer.models.wan.starting_weights import check_starting_weights
 from wan_trainer.preflight.finding import Finding
@@ -44,3 +45,22 @@ def check_start(spec: RunSpec) -> list[Finding]:
             f"(first: {short[0]}): copy it again, or set another --resume_from"
         )
     ]
+
+
+def check_base(model: ModelSpec, *, readable: bool) -> list[Finding]:
+    """The files of `base_lora` and, where the model directory is `readable`, whether they fit its weights."""
+    if model.base_lora is None:
+        return []
+    experts = [name for name in EXPERTS if (model.path / name).is_dir()]
+    lines = check_base_lora(model.base_lora, experts or EXPERTS[:1])
+    if lines or not readable:
+        return [Finding(line) for line in lines]
+    # Needs PyTorch and Diffusers, which take seconds to import; a run without a base LoRA is checked without.
+    from wan_trainer.models.wan.weights import expert_weights  # noqa: PLC0415
+
+    for name in experts:
+        try:
+            expert_weights(model, name)
+        except UserError as error:
+            lines += error.problems
+    return [Finding(line) for line in dict.fromkeys(lines)]

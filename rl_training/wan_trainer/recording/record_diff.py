@@ -21,6 +21,7 @@ _GROUPS = (
     "dataset",
     "model",
     "initial_weights",
+    "base_lora",
     "evaluator",
     "attention",
     "topology",

@@ -59,7 +59,8 @@ class RunFacts:
     contract_values: per group, what a resumed run must agree with. topology: any dataclass of plain values.
     device: in words. algorithm: "grpo", say. start_batch: batches already done when this start began.
     initial_weights: what took the place of the model directory's. targets: parts of the user's own by
-    configuration key: their import path and a digest of their source.
+    configuration key: their import path and a digest of their source. trained: what is trained, by expert and
+    kind of module. base_lora_sha256: of the adapter merged into the weights, as the contract has it.
     """
 
     algorithm: str
@@ -80,6 +81,8 @@ class RunFacts:
     start_batch: int = 0
     initial_weights: WeightsIdentity | None = None
     targets: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    trained: Sequence[Mapping[str, Json]] = ()
+    base_lora_sha256: str | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,8 @@ class RunRecord:
             "sampler": as_json(facts.sampler),
             "model": as_json(facts.model),
             "initial_weights": as_json(facts.initial_weights),
+            "base_lora": {"sha256": facts.base_lora_sha256},
+            "trained": as_json(facts.trained),
             "dataset": as_json(facts.dataset),
             "evaluator": as_json(facts.evaluator),
             "attention": as_json(facts.attention),

@@ -26,6 +26,7 @@ from wan_trainer.distributed.collectives import (
     from_first_rank,
 )
 from wan_trainer.distributed.mesh import Mesh, init_mesh
+from wan_trainer.models.wan.base_lora_files import SHA256_KEY, base_lora_identity
 from wan_trainer.recording.identity import code_digest
 from wan_trainer.recording.manifest import latest_checkpoint, verify_checkpoint
 from wan_trainer.recording.run_dir import RunFiles
@@ -90,12 +91,9 @@ def plan_start(loaded: LoadedConfig) -> Start:
     if problems:
         raise UserError(*problems)
     topology = resolve_topology(spec.batch, spec.parallel, spec.grpo.group_size, nodes, nproc)
-    return Start(
-        loaded=loaded,
-        spec=spec,
-        topology=topology,
-        contract=contract_values(config, topology.prompts),
-    )
+    contract = contract_values(config, topology.prompts)
+    contract["model"] |= base_lora_identity(spec.model.path, spec.model.base_lora)
+    return Start(loaded=loaded, spec=spec, topology=topology, contract=contract)
 
 
 def _compare_nodes(mesh: Mesh, start: Start) -> None:
@@ -106,6 +104,7 @@ def _compare_nodes(mesh: Mesh, start: Start) -> None:
     """
     values = {key: json.dumps(value) for key, value in common_values(start.loaded.config).items()}
     values |= {f"the source of {key}": digest for key, digest in source_digests(start.spec).items()}
+    values |= {"the content of base_lora": start.contract["model"].get(SHA256_KEY, "")}
     lines = differences_from_first(mesh, values | {"the version of the code": code_digest(PACKAGE)})
     if lines:
         raise SharedUserError(*(f"{line}: start every node with the same configuration" for line in lines))

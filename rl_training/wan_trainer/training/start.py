@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,16 @@ import torch
 from rich.console import Console
 
 import wan_trainer
-from wan_trainer.config import LoadedConfig, contract_digests, public_values
+from wan_trainer.config import LoadedConfig, group_digests, public_values
 from wan_trainer.config.device import CPU_SOURCE
 from wan_trainer.config.specs import OptimizerSpec, RuleRewardSpec, RunSpec, Target
 from wan_trainer.data.dataset import Dataset
 from wan_trainer.distributed.collectives import SharedUserError
 from wan_trainer.distributed.mesh import Mesh
+from wan_trainer.models.wan.base_lora_files import SHA256_KEY
 from wan_trainer.models.wan.kernel_cache import attention_identity, kernels_cache
 from wan_trainer.models.wan.liger import liger_report
+from wan_trainer.models.wan.trained_modules import describe_trained, trained_modules
 from wan_trainer.recording.identity import (
     DatasetIdentity,
     EvaluatorIdentity,
@@ -101,6 +103,10 @@ def announce(
         console.print(
             f"{count.expert}: {count.elements:,} {count.kind} parameters {word} ({count.tensors} tensors)"
         )
+    for line in describe_trained(trained_modules(model.policy.trainable())):
+        console.print(line)
+    if spec.model.base_lora is not None:
+        console.print(f"base_lora {spec.model.base_lora}: merged into the starting weights")
     for name, expert in model.policy.experts.items():
         if spec.model.use_liger_kernel:
             console.print(f"{name}: liger kernels in place of {liger_report(expert) or 'no module'}")
@@ -160,7 +166,7 @@ def run_facts(
         config=public_values(config),
         sources=start.loaded.sources,
         overrides=start.loaded.overrides,
-        contract_digests=contract_digests(config, start.topology.prompts),
+        contract_digests=group_digests(start.contract),
         contract_values=start.contract,
         topology=start.topology,
         sampler=SamplerRecord(
@@ -187,6 +193,8 @@ def run_facts(
         targets={
             key: {"path": target.path, "source": digests[key]} for key, target in named_targets(spec).items()
         },
+        trained=[asdict(count) for count in trained_modules(model.policy.trainable())],
+        base_lora_sha256=start.contract["model"].get(SHA256_KEY),
         code=code_identity(PACKAGE),
         start_batch=done,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wan_trainer.config.specs import RunSpec
+from wan_trainer.models.wan.base_lora_files import SHA256_KEY, base_lora_identity
 from wan_trainer.models.wan.directory import read_directory
 from wan_trainer.models.wan.policy import WanPolicy
 from wan_trainer.models.wan.starting_weights import check_starting_weights
@@ -70,6 +71,7 @@ def find_starting_point(spec: RunSpec, resume: ResumePoint | None) -> StartingPo
             raise UserError(*problems)
         return StartingPoint(path.resolve(), None)
     verify_checkpoint(checkpoint)
+    _check_base_lora(spec, checkpoint)
     if any(".lora_A." in name for name in StoredState(checkpoint).shapes("model")):
         _check_adapters_start(spec, checkpoint)
     return StartingPoint(checkpoint.resolve(), checkpoint)
@@ -78,6 +80,18 @@ def find_starting_point(spec: RunSpec, resume: ResumePoint | None) -> StartingPo
 def _still_needed(spec: RunSpec) -> bool:
     """Whether a run that goes on reads its starting weights again: all it trains is in its checkpoint."""
     return spec.model.lora is not None or spec.model.train_experts != "both" or spec.grpo.kl_coeff > 0
+
+
+def _check_base_lora(spec: RunSpec, checkpoint: Path) -> None:
+    """The weights of a checkpoint have its run's base LoRA in them, or are adapters to a base that has."""
+    before = read_train_state(checkpoint).contract.get("model", {})
+    ours = base_lora_identity(spec.model.path, spec.model.base_lora)
+    if before.get(SHA256_KEY) != ours.get(SHA256_KEY):
+        raise UserError(
+            f"base_lora: {spec.model.base_lora or 'null'} is not what {checkpoint} was trained on "
+            f"({before.get('base_lora') or 'null'}): set that one; or export the checkpoint (wan-trainer "
+            "export --to diffusers) and start from the result, which needs none"
+        )
 
 
 def _check_adapters_start(spec: RunSpec, checkpoint: Path) -> None:

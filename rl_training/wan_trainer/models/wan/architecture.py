@@ -343,6 +343,13 @@ def check_adapters(model: ModelShape, spec: ModelSpec) -> str | None:
     ]
     if not unmatched:
         return None
+    if lora.module_prefix and len(unmatched) == len(lora.target_modules):
+        shown = f"{lora.module_prefix} (here {prefix})" if prefix != lora.module_prefix else prefix
+        return (
+            f"lora_module_prefix: {shown} is the beginning of no target layer's name in the trained experts "
+            f"({', '.join(trained)}); use high_noise, low_noise, the name of an expert that is trained, or a "
+            "part of it such as blocks.0, or null for all"
+        )
     under = f" under lora_module_prefix {lora.module_prefix}" if lora.module_prefix else ""
     return (
         f"lora_target_modules: {', '.join(unmatched)} match no linear layer{under} of the trained experts "

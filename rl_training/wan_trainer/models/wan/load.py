@@ -20,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from wan_trainer.config.specs import ModelSpec
 from wan_trainer.models.wan.directory import WanDirectory, read_directory, trained_experts
+from wan_trainer.models.wan.lora import target_layers
 from wan_trainer.models.wan.weights import Weights, check_names, expert_weights, fill
 from wan_trainer.sampling.dtypes import DTYPES
 from wan_trainer.types import UserError, first_line
@@ -87,8 +88,8 @@ def load_wan(spec: ModelSpec, device: torch.device | str, *, materialize: bool =
 
     With `materialize` the experts are whole on `device`. Without, they are shapes on the meta device, their
     weights checked by header; `parallelize` then reads each rank's shard, so that no rank needs room for a
-    whole expert. Raises UserError for a wrong family, a missing component, and missing, foreign or corrupt
-    weights.
+    whole expert. Raises UserError for a wrong family, a missing component, missing, foreign or corrupt
+    weights, and, before any is read, for adapters that have no place in them.
     """
     device = torch.device(device)
     directory = read_directory(spec.path, spec.family)
@@ -100,6 +101,8 @@ def load_wan(spec: ModelSpec, device: torch.device | str, *, materialize: bool =
         )
         for name in directory.experts
     }
+    if spec.lora is not None:
+        target_layers({name: experts[name] for name in trained}, spec.lora)
     if materialize:
         for name, expert in experts.items():
             fill(expert, weights[name], device)

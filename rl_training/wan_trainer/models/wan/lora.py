@@ -29,7 +29,27 @@ def apply_lora(experts: Mapping[str, WanTransformer3DModel], spec: LoraSpec, see
     `spec.module_prefix` restricts them: "high_noise" or "low_noise" to that expert, anything else to modules
     whose name starts with it, in full ("transformer.blocks.0.attn1.to_q") or within any expert ("blocks.0").
     Adapters are float32 whatever the base's dtype, named `<layer>.lora_A.default.weight` beside
-    `<layer>.base_layer.weight`. Raises UserError when a suffix matches no layer, naming those there are.
+    `<layer>.base_layer.weight`. Raises UserError as `target_layers` does.
+    """
+    targets = target_layers(experts, spec)
+    for name, expert in experts.items():
+        if not targets[name]:
+            continue
+        expert.add_adapter(
+            _adapter_config(spec, targets[name]),
+            adapter_name=ADAPTER,
+        )
+        for parameter_name, parameter in expert.named_parameters():
+            parameter.requires_grad_("lora_" in parameter_name)
+            if "lora_" in parameter_name:
+                parameter.data = parameter.data.to(torch.float32)
+        initialise(name, expert, seed)
+
+
+def target_layers(experts: Mapping[str, WanTransformer3DModel], spec: LoraSpec) -> dict[str, list[str]]:
+    """Names of the linear layers that get an adapter, by expert; they may still be on the meta device.
+
+    Raises UserError when a suffix matches no layer, naming those there are.
     """
     targets = {name: matching_layers(name, expert, spec) for name, expert in experts.items()}
     matched = [layer for layers in targets.values() for layer in layers]
@@ -44,18 +64,7 @@ def apply_lora(experts: Mapping[str, WanTransformer3DModel], spec: LoraSpec, see
             f"of the trained experts ({trained}): "
             f"available suffixes are {', '.join(available_suffixes(experts))}"
         )
-    for name, expert in experts.items():
-        if not targets[name]:
-            continue
-        expert.add_adapter(
-            _adapter_config(spec, targets[name]),
-            adapter_name=ADAPTER,
-        )
-        for parameter_name, parameter in expert.named_parameters():
-            parameter.requires_grad_("lora_" in parameter_name)
-            if "lora_" in parameter_name:
-                parameter.data = parameter.data.to(torch.float32)
-        initialise(name, expert, seed)
+    return targets
 
 
 def matching_layers(expert_name: str, expert: WanTransformer3DModel, spec: LoraSpec) -> list[str]:

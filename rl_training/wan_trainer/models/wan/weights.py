@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from wan_trainer.config.specs import ModelSpec
+from wan_trainer.models.wan.base_lora import BaseLora
+from wan_trainer.models.wan.base_lora_files import base_lora_file
 from wan_trainer.models.wan.starting_weights import starting_component, starting_files
 from wan_trainer.types import UserError
 
@@ -26,11 +28,14 @@ class Weights:
     Opening reads the headers only.
     """
 
-    def __init__(self, component: Path) -> None:
-        """component: a directory, or one file. Raises UserError when a file is corrupt; `check_directory` or
-        `check_starting_weights` has found it complete.
+    def __init__(self, component: Path, base_lora: BaseLora | None = None) -> None:
+        """component: a directory, or one file. base_lora: merged into what is read.
+
+        Raises UserError when a file is corrupt, `check_directory` or `check_starting_weights` has found it
+        complete, and when the adapter is for another model.
         """
         self.component = component
+        self._base_lora = base_lora
         self._handles: dict[str, Any] = {}
         for file in starting_files(component):
             try:
@@ -39,6 +44,10 @@ class Weights:
                 raise UserError(f"{file} is not a whole safetensors file ({error}): fetch it again") from None
             self._handles.update(dict.fromkeys(handle.keys(), handle))
         assert self._handles, component
+        if base_lora is not None:
+            problems = base_lora.check({name: self.shape(name) for name in self.names})
+            if problems:
+                raise UserError(*problems)
 
     @property
     def names(self) -> set[str]:
@@ -62,7 +71,16 @@ class Weights:
     def read(
         self, name: str, offset: Iterable[int] | None = None, shape: Iterable[int] | None = None
     ) -> torch.Tensor:
-        """One tensor in its stored dtype, or the block of `shape` at `offset` without reading the rest."""
+        """One tensor, or the block of `shape` at `offset` without reading the rest.
+
+        In its stored dtype, or in float32 where an adapter is merged into it: whoever keeps it rounds it.
+        """
+        stored = self._read_stored(name, offset, shape)
+        return stored if self._base_lora is None else self._base_lora.merged(name, stored, offset)
+
+    def _read_stored(
+        self, name: str, offset: Iterable[int] | None, shape: Iterable[int] | None
+    ) -> torch.Tensor:
         try:
             if offset is None or shape is None:
                 return self._handles[name].get_tensor(name)
@@ -77,9 +95,15 @@ class Weights:
 
 
 def expert_weights(spec: ModelSpec, name: str) -> Weights:
-    """The weights an expert starts with: those of `spec.weights_from`, if it has some, or of `spec.path`."""
+    """The weights an expert starts with: those of `spec.weights_from`, if it has some, or of `spec.path`.
+
+    What is read of them has `spec.base_lora` merged.
+
+    Raises UserError when a file is damaged or the adapter is for another model.
+    """
     component = None if spec.weights_from is None else starting_component(spec.weights_from, name)
-    return Weights(component or spec.path / name)
+    file = None if spec.base_lora is None else base_lora_file(spec.base_lora, name)
+    return Weights(component or spec.path / name, None if file is None else BaseLora(file))
 
 
 def check_names(expert: WanTransformer3DModel, weights: Weights) -> None:
