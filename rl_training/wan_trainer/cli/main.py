@@ -32,6 +32,7 @@ COMMANDS = {
     "validate": Command("validate", "check that a run can start here, without weights", takes_overrides=True),
     "plan": Command("plan", "ranks, batches and replays of a recipe at a topology", takes_overrides=True),
     "config": Command("config", "every value of a configuration and its source", takes_overrides=True),
+    "check-recipes": Command("check_recipes", "check that recipes load and that every _target_ is there"),
     "unpack": Command("unpack", "turn downloaded task archives into a dataset"),
     "make-tiny": Command("make_tiny", "write a tiny model directory for tests and trials"),
     "evalkit-digest": Command("evalkit_digest", "print the digest that pins an evaluator checkout"),

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from wan_trainer.config.specs import Target
 
 KEY = "_target_"
-_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 def well_formed(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -22,7 +22,7 @@ def well_formed(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
     example = f"for example {KEY}: my_module.MyPart"
     if path is None:
         raise malformed(f"has no {KEY}", f"name what to call, {example}")
-    if not isinstance(path, str) or _PATH.fullmatch(path) is None:
+    if not isinstance(path, str) or PATH.fullmatch(path) is None:
         raise malformed(
             f"has {KEY} {path}, which is not an import path", f"write module.attribute, {example}"
         )
