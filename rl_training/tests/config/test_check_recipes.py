@@ -42,7 +42,7 @@ def test_every_target_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.
     good.write_text(BASE + "grpo_reward_fn: {_target_: json.dumps}\n")
     assert main(["check-recipes", str(tmp_path)]) == 2
     said = capsys.readouterr()
-    assert said.out == f"{good}: loads, 1 targets\n"
+    assert said.out == f"{good}: loads, 1 target\n"
     expected = {
         7: ["surrogate", "has no clipped_surogate", "did you mean clipped_surrogate"],
         8: ["parts_beside_it.Bad is int, which cannot be called"],

@@ -22,6 +22,7 @@ from wan_trainer.cli.main import main
 from wan_trainer.config.specs import Family, LoraSpec
 from wan_trainer.distributed.mesh import init_mesh
 from wan_trainer.models.wan.adapter_files import adapter_configs
+from wan_trainer.models.wan.base_lora_files import base_lora_sha256
 from wan_trainer.models.wan.load import load_wan
 from wan_trainer.models.wan.parallelize import parallelize
 from wan_trainer.models.wan.policy import build_policy
@@ -225,11 +226,16 @@ def test_adapters_load_into_diffusers_and_peft_and_merge(adapted: Trained, tmp_p
 
 def started_from(trained: Trained, path: Path, run: Path) -> Path:
     """A copy of a checkpoint that says its run's weights started from `path`."""
+    return with_state(trained, run, started_from=str(path))
+
+
+def with_state(trained: Trained, run: Path, **changes: object) -> Path:
+    """A copy of a checkpoint with another train_state.json."""
     checkpoint = run / "checkpoint-4"
     shutil.copytree(trained.checkpoint, checkpoint)
     shutil.copy(trained.checkpoint.parent / "run.json", run)
     state = json.loads((checkpoint / "train_state.json").read_text())
-    (checkpoint / "train_state.json").write_text(json.dumps({**state, "started_from": str(path)}))
+    (checkpoint / "train_state.json").write_text(json.dumps({**state, **changes}))
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     for name, entry in hash_files(checkpoint, [checkpoint / "train_state.json"]).items():
         manifest["files"][name] = {"size": entry.size, "sha256": entry.sha256}
@@ -271,6 +277,62 @@ def test_what_is_frozen_is_what_the_run_started_with(
     assert main(["export", str(checkpoint), "--to", "diffusers", "--out", str(tmp_path / "e out")]) == 2
     said = capsys.readouterr().err
     assert "the weights the run started from" in said and "does not exist" in said and said.count("\n") == 1
+
+
+def test_a_base_lora_is_in_what_the_checkpoint_does_not_hold(
+    high: Trained, adapted: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {name: f"{name}/diffusion_pytorch_model.safetensors" for name in ("transformer", "transformer_2")}
+    layer = "blocks.1.attn1.to_k"
+    generator = torch.Generator().manual_seed(2)
+    down, up = (torch.randn(shape, generator=generator) for shape in ((2, 64), (64, 2)))
+    pair = {f"transformer.{layer}.lora_A.weight": down, f"transformer.{layer}.lora_B.weight": up}
+    lora = tmp_path / "base.safetensors"
+    save_file(pair, lora)
+    digest = base_lora_sha256(lora, list(files))
+    contract = {"model": {"base_lora": str(lora), "base_lora_sha256": digest}}
+
+    def difference(trained: Trained, name: str) -> tuple[dict[str, torch.Tensor], Path]:
+        """What the weights of an export are more than without the adapter."""
+        plain = export(trained.checkpoint, tmp_path / f"{name} plain", "diffusers")
+        out = export(
+            with_state(trained, tmp_path / name, contract=contract), tmp_path / f"{name} out", "diffusers"
+        )
+        pairs = {expert: (load_file(out / file), load_file(plain / file)) for expert, file in files.items()}
+        return {
+            f"{expert}.{key}": tensor - before[key]
+            for expert, (after, before) in pairs.items()
+            for key, tensor in after.items()
+            if not torch.equal(tensor, before[key])
+        }, out
+
+    moved, _ = difference(adapted, "a")
+    assert moved.keys() == {f"{expert}.{layer}.weight" for expert in files}
+    for tensor in moved.values():
+        torch.testing.assert_close(tensor, up @ down, rtol=0, atol=1e-5)
+    assert f"transformer: trained, adapters merged after base_lora {lora}" in capsys.readouterr().out
+    # The other expert is whole in the checkpoint: what was merged into it before training is in there.
+    moved, _ = difference(high, "b")
+    assert moved.keys() == {f"transformer_2.{layer}.weight"}
+    assert f"transformer_2: not trained, base_lora {lora} merged, float32" in capsys.readouterr().out
+
+    out = export(tmp_path / "a" / "checkpoint-4", tmp_path / "lora", "lora")
+    said = f"apply to weights into which base_lora {lora} is merged"
+    assert said in capsys.readouterr().out and said in (out / "export.json").read_text()
+    save_file({name: 2 * tensor for name, tensor in pair.items()}, lora)
+    for line in ("is no longer what", "does not exist"):
+        words = [
+            "export",
+            str(tmp_path / "a" / "checkpoint-4"),
+            "--to",
+            "diffusers",
+            "--out",
+            str(tmp_path / "c"),
+        ]
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("base_lora: ") and line in said and said.count("\n") == 1
+        lora.unlink(missing_ok=True)
 
 
 def test_adapter_files_hold_adapters_only_and_say_how_to_use_them(adapted: Trained, tmp_path: Path) -> None:

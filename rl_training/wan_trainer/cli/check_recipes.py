@@ -1,4 +1,4 @@
-"""`wan-trainer check-recipes`: whether recipes load, and whether each part they name by `_target_` is there."""
+"""`wan-trainer check-recipes`: whether recipes load and each part that they name by `_target_` is there."""
 
 # ruff: noqa: T201
 from __future__ import annotations
@@ -16,6 +16,7 @@ from wan_trainer.config.paths import caller_directory, find_config, trainer_root
 from wan_trainer.config.specs import Target
 from wan_trainer.config.target import KEY, PATH
 from wan_trainer.targets import locate, make_importable
+from wan_trainer.topology import counted
 from wan_trainer.types import UserError
 
 _SUFFIXES = (".yaml", ".yml")
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         lines = unresolvable(found) + _unloadable(recipe)
         problems += lines
         if not lines:
-            print(f"{recipe}: loads, {len(found)} targets", flush=True)
+            print(f"{recipe}: loads, {counted(len(found), 'target')}", flush=True)
     if problems:
         raise UserError(*dict.fromkeys(problems))
     return 0
