@@ -129,6 +129,13 @@ def test_the_built_in_algorithm_takes_the_other_four(tmp_path: Path, flags: list
         "manifests": {},
         "samples": 2,
     }
+    prompts.write_text("a red ball\n\na blue ball\na green ball\n")
+    again = [*grpo, "--output_dir", str(outs["wide"]), "--grpo_loss", losses["wide"], "--max_steps", "2"]
+    ((refused,),) = run_ranks(1, _one_after_another, [again])
+    assert [re.sub('".*?"', "...", line) for line in refused] == [
+        "dataset_sha256: ... differs from ... of the run to go on from (data); restore it, choose another "
+        "output_dir, or add --allow_changed dataset_sha256"
+    ]
 
 
 def test_schedule_is_the_formula(importable) -> None:

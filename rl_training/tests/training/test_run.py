@@ -27,7 +27,7 @@ from wan_trainer.models.wan.directory import read_directory
 from wan_trainer.recording.clock import Clock
 from wan_trainer.recording.run_dir import NullRunLog
 from wan_trainer.rewards.evalkit import source_sha256
-from wan_trainer.training import assembly
+from wan_trainer.training import assembly, session
 from wan_trainer.training.assembly import build_grpo, build_model, build_updater
 from wan_trainer.training.checkpoint import read_train_state
 from wan_trainer.training.observer import RunObserver
@@ -276,6 +276,25 @@ def test_ranks_with_different_configs_are_refused_by_key(recipe: Path) -> None:
     for problems in run_ranks(2, _with_other_learning_rate, str(recipe), 2):
         (line,) = problems
         assert line.startswith("learning_rate: rank 1 on ") and "start every node" in line
+
+
+def _with_another_manifest_on_rank_1(recipe: str) -> Any:
+    whole = session.load_dataset
+
+    def edited(spec: Any) -> Any:
+        dataset = whole(spec)
+        if os.environ["RANK"] == "1":
+            dataset.digests["split_manifest_rl.json"] = "edited"
+        return dataset
+
+    session.load_dataset = edited
+    return _train(recipe, 2, [])
+
+
+def test_nodes_with_different_copies_of_the_data_are_refused_by_file(recipe: Path) -> None:
+    for (line,) in run_ranks(2, _with_another_manifest_on_rank_1, str(recipe)):
+        assert line.startswith("dataset_json: the content of split_manifest_rl.json: rank 1 on ")
+        assert "edited" in line and line.endswith(": give every node the same files")
 
 
 def test_what_stops_one_rank_stops_all_with_the_same_line(recipe: Path, tmp_path: Path) -> None:

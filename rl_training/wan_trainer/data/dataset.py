@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import overload
@@ -10,7 +11,7 @@ from wan_trainer.config.specs import DataSpec
 from wan_trainer.data.descriptor import FileChecks, PromptListSource, Source, capped, read_descriptor
 from wan_trainer.data.prompt_list import SUFFIXES, prompt_rows
 from wan_trainer.data.rows import Row, vbvr_rows
-from wan_trainer.digests import file_sha256
+from wan_trainer.digests import file_sha256, text_sha256
 from wan_trainer.types import Sample, UserError
 
 
@@ -18,13 +19,14 @@ class Dataset(Sequence[Sample]):
     """Samples in the order of dataset.json's sources and their manifests, or of a prompt list.
 
     tasks: the names of all tasks, each once, in that order. digests: sha256 of every file that defines the
-    data set (dataset.json, manifests, prompt lists), by its name.
+    data set (dataset.json, manifests, prompt lists), by its name. sha256: one of them all.
     """
 
     def __init__(self, rows: Sequence[Row], digests: Mapping[str, str]) -> None:
         self._rows = tuple(rows)
         self.tasks = tuple(dict.fromkeys(row.task for row in self._rows))
         self.digests = dict(digests)
+        self.sha256 = text_sha256(json.dumps(self.digests, sort_keys=True))
 
     def __len__(self) -> int:
         return len(self._rows)

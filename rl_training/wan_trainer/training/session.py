@@ -16,6 +16,7 @@ from wan_trainer.data.first_frames import takes_first_frames
 from wan_trainer.data.loader import batches
 from wan_trainer.distributed.collectives import (
     SharedUserError,
+    differences_from_first,
     from_first_rank,
     gather_from_every_rank,
     on_every_rank,
@@ -65,7 +66,9 @@ class Work:
 def train_on(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collection[str]) -> int:
     """Train what is left of the run on the ranks of `mesh`; return the exit status."""
     console = console_for(mesh.rank)
-    work = _find_work(mesh, start, allow_changed)
+    dataset = _open_dataset(mesh, start.spec)
+    start = start.with_content(dataset)
+    work = _find_work(mesh, start, dataset, allow_changed)
     starting_point = work.starting_point
     if starting_point is not None:
         start = replace(start, spec=starting_point.applied(start.spec))
@@ -95,7 +98,7 @@ def train_on(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collect
         return _train(mesh, start, work, model, reward, stop, console)
 
 
-def _find_work(mesh: Mesh, start: Start, allow_changed: Collection[str]) -> Work:
+def _find_work(mesh: Mesh, start: Start, dataset: Dataset, allow_changed: Collection[str]) -> Work:
     spec = start.spec
     resume = from_first_rank(
         mesh,
@@ -108,7 +111,6 @@ def _find_work(mesh: Mesh, start: Start, allow_changed: Collection[str]) -> Work
         ),
     )
     starting_point = from_first_rank(mesh, lambda: find_starting_point(spec, resume))
-    dataset = on_every_rank(mesh, lambda: _dataset(spec))
     stop, window = spec.stop, spec.optimizer.gradient_accumulation_steps
     total = total_batches(stop.num_epochs, stop.max_steps, len(dataset), start.topology.prompts, window)
     work = Work(resume, starting_point, dataset, total)
@@ -121,12 +123,21 @@ def _find_work(mesh: Mesh, start: Start, allow_changed: Collection[str]) -> Work
     return work
 
 
-def _dataset(spec: RunSpec) -> Dataset:
-    """The data set, with what the model and the reward ask of it; UserError before anything heavy loads."""
-    dataset = load_dataset(spec.data)
-    takes_first_frames(dataset, spec.model.family)
-    if spec.reward.rule is not None:
-        check_ground_truth(dataset)
+def _open_dataset(mesh: Mesh, spec: RunSpec) -> Dataset:
+    """The data set, the same on every node, with all that the model and the reward ask of it."""
+
+    def opened() -> Dataset:
+        dataset = load_dataset(spec.data)
+        takes_first_frames(dataset, spec.model.family)
+        if spec.reward.rule is not None:
+            check_ground_truth(dataset)
+        return dataset
+
+    dataset = on_every_rank(mesh, opened)
+    files = {f"dataset_json: the content of {name}": digest for name, digest in dataset.digests.items()}
+    lines = differences_from_first(mesh, files)
+    if lines:
+        raise SharedUserError(*(f"{line}: give every node the same files" for line in lines))
     return dataset
 
 

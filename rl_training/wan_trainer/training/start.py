@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,11 @@ class Start:
     spec: RunSpec
     topology: Topology
     contract: dict[str, dict[str, Any]]
+
+    def with_content(self, dataset: Dataset) -> Start:
+        """With a contract that also holds what the files of the data set say, not only where they are."""
+        data = self.contract["data"] | {"dataset_sha256": dataset.sha256}
+        return replace(self, contract=self.contract | {"data": data})
 
 
 def native_threads(text: str) -> int:
