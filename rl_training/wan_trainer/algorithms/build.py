@@ -18,7 +18,7 @@ def grpo(parts: AlgorithmParts) -> Grpo:
     return Grpo(**vars(parts))
 
 
-ALGORITHMS: Mapping[AlgorithmName, Callable[[AlgorithmParts], Algorithm[Any]]] = {"dancegrpo": grpo}
+ALGORITHMS: Mapping[str, Callable[[AlgorithmParts], Algorithm[Any]]] = {"dancegrpo": grpo}
 
 
 def build_algorithm(choice: AlgorithmName | Target, parts: AlgorithmParts) -> Algorithm[Any]:

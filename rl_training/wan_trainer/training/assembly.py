@@ -1,4 +1,4 @@
-"""From a resolved specification to the parts of a GRPO run, wired together."""
+"""From a resolved specification to the parts of a run, wired together."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from wan_trainer.algorithms.base import Algorithm, AlgorithmParts
 from wan_trainer.algorithms.build import build_algorithm
 from wan_trainer.algorithms.colocated import ColocatedRollouts
-from wan_trainer.config.specs import RunSpec
+from wan_trainer.algorithms.encoding import PromptEncoder
+from wan_trainer.algorithms.protocols import Conditioner
+from wan_trainer.algorithms.refl import Refl, ReflParts
+from wan_trainer.config.specs import ReflSpec, RunSpec, VaeTiling
 from wan_trainer.distributed.collectives import DataParallel, TensorParallelPeers
 from wan_trainer.distributed.mesh import Mesh
 from wan_trainer.models.wan.conditioning import condition_prompts
+from wan_trainer.models.wan.directory import DEFAULT_FLOW_SHIFT
 from wan_trainer.models.wan.load import WanComponents, load_wan
 from wan_trainer.models.wan.parallelize import parallelize
 from wan_trainer.models.wan.policy import WanPolicy, build_policy
-from wan_trainer.models.wan.reference import build_reference
-from wan_trainer.models.wan.vae import decode
+from wan_trainer.models.wan.reference import Reference, build_reference
+from wan_trainer.models.wan.vae import decode, decode_differentiable, differentiate_decoded
 from wan_trainer.recording.clock import Clock
-from wan_trainer.sampling.sampler import Velocity
 from wan_trainer.sampling.schedule import sigmas
 from wan_trainer.topology import Topology
 from wan_trainer.training.ema import Ema
 from wan_trainer.training.expert_coverage import check_reach
 from wan_trainer.training.observer import RunObserver
 from wan_trainer.training.optimizer import Updater, build_optimizer
-from wan_trainer.types import Reward
-
-DEFAULT_FLOW_SHIFT = 5.0
+from wan_trainer.types import DifferentiableReward, Reward
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Model:
     components: WanComponents
     policy: WanPolicy
     optimizer: torch.optim.AdamW
-    reference: Velocity | None = None
+    reference: Reference | None = None
     ema: Ema | None = None
 
 
@@ -58,7 +60,8 @@ def build_model(spec: RunSpec, mesh: Mesh, start: Callable[[WanPolicy], None] | 
     """
     components = load_wan(spec.model, mesh.device, materialize=False)
     policy = build_policy(components, spec.model, spec.sampler.cfg_scale, spec.seed)
-    check_reach(policy, sigma_grid(spec, policy))
+    if spec.refl is None:
+        check_reach(policy, sigma_grid(spec, policy))
     parallelize(policy, spec.model, mesh, spec.seed)
     if start is not None:
         start(policy)
@@ -123,13 +126,7 @@ def build_grpo(
     communicator = DataParallel(mesh)
     rollouts = ColocatedRollouts(
         policy=policy,
-        condition=partial(
-            condition_prompts,
-            model.components,
-            num_frames=data.num_frames,
-            guided=spec.sampler.cfg_scale > 1.0,
-            negative_prompt=spec.model.negative_prompt,
-        ),
+        condition=conditioner(spec, model),
         decode=partial(decode, model.components, batch_size=spec.decode_batch_size),
         reward=reward,
         sampler=spec.sampler,
@@ -159,3 +156,78 @@ def build_grpo(
         reference=model.reference,
     )
     return build_algorithm(spec.algorithm, parts)
+
+
+@dataclass(frozen=True)
+class VaePixels:
+    """The pipeline's VAE as an `algorithms.protocols.PixelDecoder`.
+
+    tiling None: exact. group: the ranks that share the tiles when `tiling.parallel`.
+    """
+
+    components: WanComponents
+    tiling: VaeTiling | None = None
+    group: dist.ProcessGroup | None = None
+
+    @torch.no_grad()
+    def __call__(self, x0: torch.Tensor) -> torch.Tensor:
+        """Pixels without a graph."""
+        with self.components.resident(self.components.vae):
+            return decode_differentiable(self.components, x0, self.tiling, self.group)
+
+    def gradient[T](
+        self, x0: torch.Tensor, objective: Callable[[torch.Tensor], tuple[torch.Tensor, T]]
+    ) -> tuple[T, torch.Tensor]:
+        """Two phases: the graphs of the objective and of the VAE never coexist."""
+        return differentiate_decoded(self.components, x0, objective, self.tiling, self.group)
+
+
+def build_refl(
+    spec: RunSpec,
+    refl: ReflSpec,
+    mesh: Mesh,
+    model: Model,
+    *,
+    reward: DifferentiableReward,
+    monitor: DifferentiableReward | None,
+    updater: Updater,
+    clock: Clock,
+    observer: RunObserver,
+    policy_version: int,
+) -> Refl:
+    """ReFL on the ranks of `mesh`."""
+    policy, data = model.policy, spec.data
+    return Refl(
+        ReflParts(
+            policy=policy,
+            encode=PromptEncoder(
+                conditioner(spec, model), clock, TensorParallelPeers(mesh) if mesh.tp_size > 1 else None
+            ),
+            decode=VaePixels(model.components),
+            reward=reward,
+            monitor=monitor,
+            updater=updater,
+            communicator=DataParallel(mesh),
+            clock=clock,
+            observer=observer,
+            refl=refl,
+            sampler=spec.sampler,
+            levels=sigma_grid(spec, policy).tolist(),
+            latent_shape=policy.latent_shape(data.num_frames, data.height, data.width),
+            accumulation=spec.optimizer.gradient_accumulation_steps,
+            device=mesh.device,
+            reference=model.reference,
+            policy_version=policy_version,
+        )
+    )
+
+
+def conditioner(spec: RunSpec, model: Model) -> Conditioner:
+    """Encodes prompts and first frames with the frozen components."""
+    return partial(
+        condition_prompts,
+        model.components,
+        num_frames=spec.data.num_frames,
+        guided=spec.sampler.cfg_scale > 1.0,
+        negative_prompt=spec.model.negative_prompt,
+    )

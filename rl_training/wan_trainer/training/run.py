@@ -18,6 +18,7 @@ from wan_trainer.config import (
     contract_values,
     resolve,
     settle_device,
+    topology_of,
     unbuilt,
 )
 from wan_trainer.distributed.collectives import (
@@ -32,7 +33,6 @@ from wan_trainer.recording.manifest import latest_checkpoint, verify_checkpoint
 from wan_trainer.recording.run_dir import RunFiles
 from wan_trainer.recording.run_record import FinalCheckpoint, RunRecord
 from wan_trainer.targets import make_importable, source_digests
-from wan_trainer.topology import resolve_topology
 from wan_trainer.training.first_failure import clear_failure, first_failure, lost_peer
 from wan_trainer.training.openings import try_openings
 from wan_trainer.training.run_lock import RunLock
@@ -90,7 +90,7 @@ def plan_start(loaded: LoadedConfig) -> Start:
     problems = try_openings(spec)
     if problems:
         raise UserError(*problems)
-    topology = resolve_topology(spec.batch, spec.parallel, spec.grpo.group_size, nodes, nproc)
+    topology = topology_of(config, nodes, nproc)
     contract = contract_values(config, topology.prompts)
     contract["model"] |= base_lora_identity(spec.model.path, spec.model.base_lora)
     return Start(loaded=loaded, spec=spec, topology=topology, contract=contract)

@@ -6,9 +6,11 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from wan_trainer.algorithms.base import Algorithm
 from wan_trainer.config import public_values
 from wan_trainer.config.specs import RunSpec
 from wan_trainer.data.dataset import Dataset, check_ground_truth, load_dataset
@@ -29,18 +31,29 @@ from wan_trainer.recording.opening import open_run_log
 from wan_trainer.recording.run_record import RunRecord
 from wan_trainer.recording.tracking import stored_run_id
 from wan_trainer.rewards.build import build_reward
+from wan_trainer.rewards.differentiable import build_differentiable
 from wan_trainer.topology import Topology, assign, total_batches
-from wan_trainer.training.assembly import Model, build_grpo, build_model, build_updater
+from wan_trainer.training.assembly import Model, build_grpo, build_model, build_refl, build_updater
 from wan_trainer.training.checkpoint import CheckpointWriter, TrainState, load_checkpoint
 from wan_trainer.training.expert_coverage import ExpertCoverage, learning_experts
 from wan_trainer.training.loop import Boundaries, run_loop
 from wan_trainer.training.observer import RunObserver
+from wan_trainer.training.optimizer import Updater
 from wan_trainer.training.resume import ResumePoint, find_resume_point
 from wan_trainer.training.scheduler import ReplayScheduler
 from wan_trainer.training.start import Start, announce, run_facts
 from wan_trainer.training.starting_point import StartingPoint, find_starting_point
 from wan_trainer.training.stop import AgreedStop
-from wan_trainer.types import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, PromptBatch, Reward, StepRecord
+from wan_trainer.types import (
+    EXIT_DONE,
+    EXIT_FAILURE,
+    EXIT_STOPPED,
+    DifferentiableReward,
+    PromptBatch,
+    Reward,
+    RewardContext,
+    StepRecord,
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +97,7 @@ def train_on(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collect
     stop.install()
     with ExitStack() as stack:
         # The scorers start first: they load while the model does.
-        reward = on_every_rank(mesh, lambda: _scorers(spec, mesh, work.dataset, stack))
+        rewards = on_every_rank(mesh, lambda: _rewards(spec, mesh, work.dataset, stack))
         begin = None if starting_point is None else starting_point.loader()
         model = on_every_rank(mesh, lambda: build_model(spec, mesh, begin))
         if work.resume is not None:
@@ -95,7 +108,7 @@ def train_on(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collect
         if stop.requested():
             console.print("stopped before the first batch; the same command continues from there")
             return EXIT_STOPPED
-        return _train(mesh, start, work, model, reward, stop, console)
+        return _train(mesh, start, work, model, rewards, stop, console)
 
 
 def _find_work(mesh: Mesh, start: Start, dataset: Dataset, allow_changed: Collection[str]) -> Work:
@@ -141,11 +154,29 @@ def _open_dataset(mesh: Mesh, spec: RunSpec) -> Dataset:
     return dataset
 
 
-def _scorers(spec: RunSpec, mesh: Mesh, dataset: Dataset, stack: ExitStack) -> Reward | None:
-    """The reward, open until `stack` unwinds; none where a tensor-parallel peer submits the rollouts."""
+@dataclass(frozen=True)
+class Rewards:
+    """What scores the videos of this rank.
+
+    scorers: of GRPO, none where a tensor-parallel peer submits the rollouts. The others: of ReFL.
+    """
+
+    scorers: Reward | None = None
+    differentiable: DifferentiableReward | None = None
+    monitor: DifferentiableReward | None = None
+
+
+def _rewards(spec: RunSpec, mesh: Mesh, dataset: Dataset, stack: ExitStack) -> Rewards:
+    """The rewards, open until `stack` unwinds."""
+    if spec.refl is not None:
+        context = RewardContext(mesh.device, spec.data.fps)
+        built = {
+            key: build_differentiable(key, target, context) for key, target in spec.refl.roles.targets.items()
+        }
+        return Rewards(differentiable=built["roles.reward"], monitor=built.get("roles.monitor"))
     if mesh.tp_rank > 0:
-        return None
-    return stack.enter_context(closing(build_reward(spec.reward, dataset.tasks)))
+        return Rewards()
+    return Rewards(stack.enter_context(closing(build_reward(spec.reward, dataset.tasks))))
 
 
 def _train(
@@ -153,7 +184,7 @@ def _train(
     start: Start,
     work: Work,
     model: Model,
-    reward: Reward | None,
+    rewards: Rewards,
     stop: AgreedStop,
     console: Console,
 ) -> int:
@@ -173,22 +204,13 @@ def _train(
     try:
         clock = Clock(mesh.rank)
         updater = build_updater(spec, model, work.total, 0 if resume is None else resume.state.updates)
-        algorithm = build_grpo(
-            spec,
-            topology,
-            mesh,
-            model,
-            reward=reward,
-            updater=updater,
-            clock=clock,
-            observer=RunObserver(
-                log,
-                every_steps=spec.output.rollout_video_every_steps,
-                total_batches=work.total,
-                fps=spec.data.fps,
-            ),
-            policy_version=0 if resume is None else resume.state.policy_version,
+        observer = RunObserver(
+            log,
+            every_steps=spec.output.rollout_video_every_steps,
+            total_batches=work.total,
+            fps=spec.data.fps,
         )
+        algorithm = _algorithm(start, mesh, work, model, rewards, updater, clock, observer)
         coverage = ExpertCoverage(learning_experts(model.policy))
         writer = CheckpointWriter(
             spec.output.output_dir,
@@ -251,6 +273,44 @@ def _train(
     finally:
         open_parts.close()
         log.close(status)
+
+
+def _algorithm(
+    start: Start,
+    mesh: Mesh,
+    work: Work,
+    model: Model,
+    rewards: Rewards,
+    updater: Updater,
+    clock: Clock,
+    observer: RunObserver,
+) -> Algorithm[Any]:
+    spec, version = start.spec, 0 if work.resume is None else work.resume.state.policy_version
+    if spec.refl is None:
+        return build_grpo(
+            spec,
+            start.topology,
+            mesh,
+            model,
+            reward=rewards.scorers,
+            updater=updater,
+            clock=clock,
+            observer=observer,
+            policy_version=version,
+        )
+    assert rewards.differentiable is not None
+    return build_refl(
+        spec,
+        spec.refl,
+        mesh,
+        model,
+        reward=rewards.differentiable,
+        monitor=rewards.monitor,
+        updater=updater,
+        clock=clock,
+        observer=observer,
+        policy_version=version,
+    )
 
 
 def _state(start: Start, mesh: Mesh, work: Work, seen: int, updates: int, policy_version: int) -> TrainState:

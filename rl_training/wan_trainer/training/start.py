@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from rich.console import Console
 import wan_trainer
 from wan_trainer.config import LoadedConfig, group_digests, public_values
 from wan_trainer.config.device import CPU_SOURCE
-from wan_trainer.config.specs import OptimizerSpec, RuleRewardSpec, RunSpec, Target
+from wan_trainer.config.specs import AlgorithmName, OptimizerSpec, RuleRewardSpec, RunSpec, Target
 from wan_trainer.data.dataset import Dataset
 from wan_trainer.distributed.collectives import SharedUserError
 from wan_trainer.distributed.mesh import Mesh
@@ -38,6 +39,7 @@ from wan_trainer.training.resume import ResumePoint
 from wan_trainer.training.starting_point import StartingPoint
 
 PACKAGE = Path(wan_trainer.__file__).parent
+NAMES: Mapping[AlgorithmName, str] = {"dancegrpo": "grpo", "refl": "refl"}
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def announce(
     for name, expert in model.policy.experts.items():
         if spec.model.use_liger_kernel:
             console.print(f"{name}: liger kernels in place of {liger_report(expert) or 'no module'}")
-    for name in unreachable_experts(model.policy, sigma_grid(spec, model.policy)):
+    idle = unreachable_experts(model.policy, sigma_grid(spec, model.policy)) if spec.refl is None else []
+    for name in idle:
         console.print(
             f"warning: {name} is trained, and none of the steps that can be replayed is routed to it: it "
             "will not change. Raise grpo_num_sampling_steps, or leave it out of train_experts"
@@ -165,7 +168,7 @@ def run_facts(
     descriptor = spec.data.dataset_json.name
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     return RunFacts(
-        algorithm=str(algorithm) if isinstance(algorithm, Target) else "grpo",
+        algorithm=str(algorithm) if isinstance(algorithm, Target) else NAMES[algorithm],
         device=device,
         config_path=start.loaded.path,
         config=public_values(config),
@@ -175,7 +178,7 @@ def run_facts(
         contract_values=start.contract,
         topology=start.topology,
         sampler=SamplerRecord(
-            kind=str(sampler.kind),
+            kind=str(sampler.kind) if spec.refl is None else "euler",
             sigmas=tuple(sigma_grid(spec, model.policy).tolist()),
             eta=sampler.eta,
             eta_range=sampler.eta_range,

@@ -16,6 +16,7 @@ from wan_trainer.models.wan.weight_files import damage, weight_files
 from wan_trainer.types import UserError
 
 EXPERTS = ("transformer", "transformer_2")
+DEFAULT_FLOW_SHIFT = 5.0
 _REQUIRED = ("scheduler", "tokenizer", "text_encoder", "vae", "transformer")
 _TRAINED: dict[Experts, tuple[str, ...]] = {"both": EXPERTS, "high": EXPERTS[:1], "low": EXPERTS[1:]}
 # The files a component cannot do without; each inner tuple lists alternatives.
