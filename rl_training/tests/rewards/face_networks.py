@@ -24,8 +24,10 @@ SMALL, LARGE = 32, 64  # pixels of a face with a red, and with a green dot
 
 
 def tiny_scrfd() -> Scrfd:
-    """The dot finder: every layer passes channels 0 (red) and 1 (green) on, coarser strides a mean of them."""
-    network = Scrfd(ScrfdShape(stem=4, widths=(4, 4, 4, 4), blocks=(1, 2, 1, 1), neck=4, head=4, head_convs=2))
+    """The dot finder: layers pass channels 0 (red) and 1 (green) on, coarser strides their means."""
+    network = Scrfd(
+        ScrfdShape(stem=4, widths=(4, 4, 4, 4), blocks=(1, 2, 1, 1), neck=4, head=4, head_convs=2)
+    )
     with torch.no_grad():
         for name, module in network.named_modules():
             if isinstance(module, nn.Conv2d):
@@ -33,7 +35,11 @@ def tiny_scrfd() -> Scrfd:
                 if module.bias is not None:
                     module.bias.zero_()
                 inner_of_block = ".layer" in name and "downsample" not in name
-                if not inner_of_block and "downsample_convs" not in name and not name.startswith("bbox_head.stride_"):
+                if (
+                    not inner_of_block
+                    and "downsample_convs" not in name
+                    and not name.startswith("bbox_head.stride_")
+                ):
                     middle = module.kernel_size[0] // 2
                     for channel in range(2):
                         module.weight[channel, channel, middle, middle] = 1
@@ -68,7 +74,9 @@ def tiny_iresnet(seed: int = 0) -> IResNet:
     for module in network.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.momentum = None
-    pictures = nn.functional.interpolate(torch.rand(16, 3, 9, 9, generator=generator) * 2 - 1, size=(112, 112))
+    pictures = nn.functional.interpolate(
+        torch.rand(16, 3, 9, 9, generator=generator) * 2 - 1, size=(112, 112)
+    )
     with torch.no_grad():
         network.train()(pictures)
     return network.eval()

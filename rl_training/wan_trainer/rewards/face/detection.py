@@ -80,9 +80,13 @@ class ScrfdDetector:
 
     def _outputs(self, images: torch.Tensor) -> list[torch.Tensor]:
         if self._layout is None:
-            singles = [_batch_first(list(self._network(image[None])), 1) for image in images]
+            singles = [_batch_first(self._run(image[None]), 1) for image in images]
             return [torch.cat(parts) for parts in zip(*singles, strict=True)]
-        return self._layout(list(self._network(images)), len(images))
+        return self._layout(self._run(images), len(images))
+
+    def _run(self, images: torch.Tensor) -> list[torch.Tensor]:
+        outputs: torch.Tensor | Sequence[torch.Tensor] = self._network(images)
+        return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
 
     def _find_layout(self, device: torch.device) -> _Layout | None:
         """How the rows of a batch lie in the network's outputs: found out on two noise images.
@@ -93,11 +97,11 @@ class ScrfdDetector:
         noise = torch.rand(2, 3, self._size, self._size, generator=torch.Generator().manual_seed(0))
         images = noise.to(device) * 2 - 1
         with torch.no_grad():
-            singles = [list(self._network(image[None])) for image in images]
+            singles = [self._run(image[None]) for image in images]
             self._check_outputs(singles[0])
             expected = [torch.cat(both) for both in zip(*(_batch_first(s, 1) for s in singles), strict=True)]
             try:
-                outputs = list(self._network(images))
+                outputs = self._run(images)
             except RuntimeError:  # the graph has a fixed batch of one
                 outputs = []
         for layout in (_batch_first, _position_first) if outputs else ():
