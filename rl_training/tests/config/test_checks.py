@@ -5,6 +5,7 @@ import json
 import pytest
 
 from wan_trainer.config import GrpoConfig
+from wan_trainer.config.checks import few_steps_warning
 from wan_trainer.types import UserError
 
 A14B = {"model_family": "i2v-a14b"}
@@ -28,6 +29,14 @@ CASES = [
     ({"rl_train_node_count": 2}, ["rl_train_node_count", "2 is refused", "use 0"]),
     ({"lora_alpha": 8.0}, ["lora_alpha", "lora_rank is 0"]),
     ({"lora_module_prefix": "blocks"}, ["lora_module_prefix", "lora_rank is 0"]),
+    (
+        {**A14B, "lora_rank": 4, "train_experts": "high", "lora_module_prefix": "low_noise"},
+        ["lora_module_prefix", "in the low-noise expert", "use train_experts: low or both"],
+    ),
+    (
+        {**A14B, "lora_rank": 4, "train_experts": "low", "lora_module_prefix": "transformer.blocks.1"},
+        ["lora_module_prefix", "in the high-noise expert", "use train_experts: high or both"],
+    ),
     ({"transformer_load_dtype": "bfloat16"}, ["transformer_load_dtype", "round away", "use auto"]),
     ({"attention_backend": "_flash_3_hubb"}, ["attention_backend", "use _flash_3_hub"]),
     ({"attention_backend": "sage_hub"}, ["attention_backend", "no backward pass", "use native"]),
@@ -139,6 +148,8 @@ def test_a_contradiction_is_one_line(load, values, fragments):
         {"max_off_policy_steps": 3},
         {"lora_rank": 0, "lora_alpha": 32},
         {"lora_rank": 8, "transformer_load_dtype": "bfloat16"},
+        {**A14B, "lora_rank": 8, "train_experts": "low", "lora_module_prefix": "low_noise"},
+        {**A14B, "lora_rank": 8, "train_experts": "low", "lora_module_prefix": "blocks.3"},
         {"grpo_sde_noise_scale": 0.0, "grpo_cps_noise_scale_range": [0.0, 0.1]},
         {"grpo_cps_noise_scale_range": [0.5, 0.5]},
         {"reward_weights": {"score": -1}},
@@ -195,3 +206,11 @@ def test_building_the_schema_directly_asks_the_same_questions(load):
     with pytest.raises(UserError) as caught:
         GrpoConfig.model_validate(values)
     assert len(caught.value.problems) == 2
+
+
+def test_few_steps_without_a_few_step_adapter_are_a_warning():
+    assert few_steps_warning("grpo_num_sampling_steps", 9, None) is None
+    assert few_steps_warning("grpo_num_sampling_steps", 8, "storage/lora") is None
+    line = few_steps_warning("grpo_num_sampling_steps", 8, None)
+    assert line is not None and line.startswith("grpo_num_sampling_steps: 8 steps are few")
+    assert "set base_lora to a few-step adapter" in line

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from rl_training.tests.models.families import FRAMES, HEIGHT, WIDTH, Loaded, random_condition
-from wan_trainer.config.specs import LoraSpec
+from rl_training.tests.models.families import FRAMES, HEIGHT, WIDTH, Loaded, model_spec, random_condition
+from wan_trainer.config.specs import Family, LoraSpec
+from wan_trainer.models.wan import load as wan_loading
 from wan_trainer.models.wan.parallelize import checkpoint_activations
 from wan_trainer.models.wan.policy import WanPolicy, build_policy
+from wan_trainer.models.wan.trained_modules import describe_trained, trained_modules
 from wan_trainer.types import UserError
 
 
@@ -102,6 +105,33 @@ def test_targets_that_match_nothing_are_one_line(
     assert "available suffixes are linear_1, linear_2, net.2, proj, proj_out, time_proj, to_k" in str(
         caught.value
     )
+
+
+def test_targets_are_looked_for_before_anything_is_read(
+    directories: dict[Family, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for reads in ("fill", "_load_text_encoder", "_load_vae"):
+        monkeypatch.setattr(wan_loading, reads, None)
+    spec = model_spec(directories["i2v-a14b"], "i2v-a14b", lora=lora("to_q", prefix="transformer_3"))
+    with pytest.raises(UserError, match="under lora_module_prefix transformer_3"):
+        wan_loading.load_wan(spec, "cpu")
+
+
+def test_what_is_trained_is_counted_by_module(load: Callable[..., Loaded]) -> None:
+    adapted = load("i2v-a14b", lora=lora("to_q", "ffn.net.2", prefix="low_noise")).policy
+    # Two blocks, self- and cross-attention: 64 -> 64 at rank 4; the feed-forward layer 128 -> 64.
+    assert describe_trained(trained_modules(adapted.trainable())) == [
+        "transformer_2 trains to_q x 4 (lora_A 1,024 + lora_B 1,024), "
+        "ffn.net.2 x 2 (lora_A 1,024 + lora_B 512)"
+    ]
+    whole = load("i2v-a14b").policy
+    counts = trained_modules(whole.trainable())
+    for name, expert in whole.experts.items():
+        own = [count for count in counts if count.expert == name]
+        assert sum(count.elements for count in own) == sum(p.numel() for p in expert.parameters())
+        layers = {count.module: count.layers for count in own}
+        assert layers["to_out.0"] == 4 and layers["ffn.net.0.proj"] == 2 and layers["proj_out"] == 1
+        assert len(layers) < 16, "one for each kind, not one for each layer"
 
 
 def test_adapters_learn_under_gradient_checkpointing(load: Callable[..., Loaded]) -> None:

@@ -10,6 +10,8 @@ import sys
 import time
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from wan_trainer.config import load_config
 from wan_trainer.preflight.checks import run_checks
@@ -117,6 +119,32 @@ def test_a_model_that_is_missing_does_not_hide_the_rest(world):
     lines = errors(world)
     assert any("model_path" in line for line in lines)
     assert any("dataset_size" in line for line in lines)
+
+
+def test_adapters_that_have_no_place_are_said(world):
+    world.set(lora_rank=4, lora_module_prefix="low_noise")
+    (line,) = errors(world)
+    assert line.startswith("lora_module_prefix: low_noise (here transformer_2) is the beginning of no target")
+    world.set(lora_rank=4, lora_target_modules=["to_q", "to_query"])
+    (line,) = errors(world)
+    assert line.startswith("lora_target_modules: to_query match no linear layer of the trained experts")
+
+
+def test_a_base_lora_is_compared_with_the_model(world):
+    file = world.root / "few_steps.safetensors"
+    world.set(base_lora=str(file))
+    (line,) = errors(world)
+    assert line.startswith(f"base_lora: {file} does not exist")
+    pair = {"lora_A": torch.zeros(2, 64), "lora_B": torch.zeros(64, 2)}
+    for layer, expected in (
+        ("attn1.to_q", []),
+        ("attn1.to_query", ["1 of its keys match no linear layer of the model"]),
+        ("ffn.net.2", ["is for a weight of (64, 64), and the model's has (64, 128)"]),
+    ):
+        save_file({f"transformer.blocks.0.{layer}.{side}.weight": t for side, t in pair.items()}, file)
+        lines = errors(world)
+        assert len(lines) == len(expected) and all(word in lines[0] for word in expected), lines
+        assert all(line.startswith("base_lora: ") for line in lines)
 
 
 def test_a_model_of_another_family(world):

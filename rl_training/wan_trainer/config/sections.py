@@ -66,7 +66,10 @@ class ModelSection(Section):
         group="model",
     )
     base_lora: str | None = key(
-        None, "Adapter merged into the weights before training.", group="model", path=True
+        None,
+        "LoRA merged into the weights before training: a safetensors file, or a directory (training page).",
+        group="model",
+        path=True,
     )
     gradient_checkpointing: bool = key(True, "Recompute activations in the backward pass to save memory.")
     use_liger_kernel: bool = key(False, "Replace Wan's norm modules by fused Liger kernels.")
