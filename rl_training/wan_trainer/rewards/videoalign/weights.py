@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from wan_trainer.rewards.videoalign.files import CheckpointFiles
@@ -73,8 +74,8 @@ def check_names(
         if name not in expected
     ]
     problems += [
-        f"videoalign.model_path: {source} has {name} of shape {tuple(tensor.shape)}, config.json makes it "
-        f"{tuple(expected[name].shape)}; use the config.json of this checkpoint"
+        f"videoalign.model_path: {source} has {_published(name)} of shape {tuple(tensor.shape)}, config.json "
+        f"makes it {tuple(expected[name].shape)}; use the config.json of this checkpoint"
         for name, tensor in found.items()
         if name in expected and tensor.shape != expected[name].shape
     ]
@@ -94,7 +95,7 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
             return load_file(path)
         # Mapped, so that the ranks of a node share one copy in memory.
         state: object = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
         raise UserError(
             f"videoalign.model_path: {path} cannot be read ({first_line(error)}); copy it again"
         ) from None
@@ -126,8 +127,8 @@ def _merged(
     if sides.keys() != {"A", "B"} or name not in plain:
         lacking = "its weight" if name not in plain else f"lora_{'B' if 'A' in sides else 'A'}"
         raise UserError(
-            f"videoalign.model_path: {source} has a LoRA factor of {name} without {lacking}; use a whole "
-            "checkpoint"
+            f"videoalign.model_path: {source} has a LoRA factor of {_published(name)} without {lacking}; use "
+            "a whole checkpoint"
         )
     if scale is None:
         raise UserError(
@@ -138,8 +139,8 @@ def _merged(
     weight = plain[name]
     if up.shape[1] != down.shape[0] or (up.shape[0], down.shape[1]) != weight.shape:
         raise UserError(
-            f"videoalign.model_path: {source} has LoRA factors of {name} that do not fit its shape "
-            f"{tuple(weight.shape)}; use the base model it was trained on"
+            f"videoalign.model_path: {source} has LoRA factors of {_published(name)} that do not fit its "
+            f"shape {tuple(weight.shape)}; use the base model it was trained on"
         )
     alpha, rank_stabilised = scale
     rank = down.shape[0]
