@@ -122,7 +122,7 @@ def _entry(text: str) -> tuple[Mapping[str, str], list[str]]:
         return {}, [f"{short(text)}, not a JSON object; write one object a line"]
     entry = {key: item for key, item in cast("dict[str, Any]", value).items() if item is not None}
     problems = [
-        f"{key!r}, unknown key{suggest(key, _KEYS)}; a line may have {', '.join(_KEYS)}"
+        f"{key!r}, unknown key; use one of {', '.join(_KEYS)}{suggest(key, _KEYS)}"
         for key in entry
         if key not in _KEYS
     ]
