@@ -13,7 +13,8 @@ import torch
 
 from wan_trainer.config.specs import DataSpec, Family
 from wan_trainer.data.dataset import Dataset, check_ground_truth, load_dataset
-from wan_trainer.data.first_frames import load_first_frames, takes_first_frames
+from wan_trainer.data.first_frames import load_first_frames
+from wan_trainer.data.image_rule import takes_first_frames
 from wan_trainer.data.loader import batches
 from wan_trainer.data.prompt_list import read_prompts
 from wan_trainer.media import write_image

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from wan_trainer.config.specs import DataSpec, Family, RuleRewardSpec
 from wan_trainer.data.dataset import check_ground_truth, load_dataset
-from wan_trainer.data.first_frames import takes_first_frames
+from wan_trainer.data.image_rule import takes_first_frames
 from wan_trainer.media import kept_frames
 from wan_trainer.preflight.finding import Finding
 from wan_trainer.preflight.machine import check_scratch

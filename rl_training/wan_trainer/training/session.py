@@ -14,7 +14,7 @@ from wan_trainer.algorithms.base import Algorithm
 from wan_trainer.config import public_values
 from wan_trainer.config.specs import RunSpec
 from wan_trainer.data.dataset import Dataset, check_ground_truth, load_dataset
-from wan_trainer.data.first_frames import takes_first_frames
+from wan_trainer.data.image_rule import takes_first_frames
 from wan_trainer.data.loader import batches
 from wan_trainer.distributed.collectives import (
     SharedUserError,
