@@ -153,6 +153,7 @@ function wan_trainer_begin --argument-names launcher --description 'All that com
     wan_trainer_preflight; or exit $status
     test "$WAN_TRAINER_TRITON_PREFLIGHT_ONLY" = 1; and rm -f $wan_trainer_facts; and exit 0
     set -g wan_trainer_output_dir (wan_trainer_fact output_dir)
+    set -g wan_trainer_algorithm (wan_trainer_fact algorithm)
     set -g wan_trainer_judge_url (wan_trainer_fact judge_url)
     set -g wan_trainer_judge_model (wan_trainer_fact judge_model)
     set -l timeout_s (wan_trainer_fact rendezvous_timeout_s)

@@ -91,6 +91,8 @@ def write_facts(path: Path, spec: RunSpec) -> None:
         "output_dir": spec.output.output_dir,
         "rendezvous_timeout_s": math.ceil(spec.rendezvous_timeout_s),
     }
+    if spec.refl is not None:
+        facts["algorithm"] = "refl"
     judge = spec.reward.judge
     if judge is not None:
         facts |= {"judge_url": judge.base_url, "judge_model": judge.model}

@@ -5,8 +5,9 @@
 
 builds `<out>/model` (a warmed-up tiny pipeline), `<out>/archives` and `<out>/dataset` (tiny tasks, packed
 like the public archives and unpacked by `wan_trainer.data.unpack`), `<out>/evalkit` (a copy of the small
-evaluator checkout), and `<out>/world.json`, which says where they are. Parts that are already there and
-current are kept.
+evaluator checkout), and `<out>/world.json`, which says where they are. With `--family t2v-1.3b` it is what
+ReFL needs instead: `<out>/model`, not warmed up, and `<out>/prompts` with two prompt lists. Parts that are
+already there and current are kept.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,12 +36,14 @@ from wan_trainer.tiny.tasks import FPS, NUM_FRAMES, SIZE, TASKS, write_archives
 from wan_trainer.tiny.warmup import Progress, WarmupSpec, silent, warm_up
 from wan_trainer.types import UserError
 
+PROMPT_FAMILY = "t2v-1.3b"
 TinyFamily = Literal["ti2v-5b", "i2v-a14b", "t2v-1.3b"]
 SAMPLES_PER_TASK = 12
 _SOURCE_REVISION = "tiny"
 _FACTS = "world.json"
 # What decides the content of each part; editing one of these files makes the part stale.
-_MODEL_SOURCES = ("models.py", "analytic_vae.py", "warmup.py", "tasks.py")
+_PLAIN_MODEL_SOURCES = ("models.py", "analytic_vae.py")
+_MODEL_SOURCES = (*_PLAIN_MODEL_SOURCES, "warmup.py", "tasks.py")
 _DATA_SOURCES = ("tasks.py",)
 
 
@@ -74,6 +77,23 @@ class World:
             *("--vbvr_reward_evalkit_dir", str(self.evalkit)),
             *("--vbvr_reward_evalkit_source_sha256", self.evalkit_sha256),
         )
+
+
+@dataclass(frozen=True)
+class PromptWorld:
+    """Where the parts of a text-to-video world are, absolute. eval_prompts: other prompts than `prompts`."""
+
+    root: Path
+    family: str
+    model: Path
+    prompts: Path
+    eval_prompts: Path
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Config overrides that point a run at this world, as `configs/quickstart_refl.yaml` does."""
+        model = ("--model_path", str(self.model), "--model_family", self.family)
+        return (*model, "--dataset_json", str(self.prompts))
 
 
 def evalkit_source() -> Path:
@@ -119,6 +139,41 @@ def build(
         world = World(root, family, model, dataset / "dataset.json", evalkit, sha256)
         _write_facts(world)
     return world
+
+
+def build_prompt_world(root: Path, *, seed: int = 0, progress: Progress = silent) -> PromptWorld:
+    """Like `build`, for a model that draws from text alone: random weights, two lists of prompts."""
+    root = root.absolute()
+    root.mkdir(parents=True, exist_ok=True)
+    with _exclusive(root):
+        model_key = _key(PROMPT_FAMILY, seed, *_sources(_PLAIN_MODEL_SOURCES))
+        model = _part(
+            root / "model", model_key, lambda out: make_tiny(PROMPT_FAMILY, out, seed=seed), progress
+        )
+        lists = prompt_lists()
+        prompts = _part(
+            root / "prompts", _key(json.dumps(lists)), lambda out: _write_lists(out, lists), progress
+        )
+        paths = [prompts / name for name in lists]
+        world = PromptWorld(root, PROMPT_FAMILY, model, *paths)
+        _write_facts(world)
+    return world
+
+
+def prompt_lists() -> dict[str, list[str]]:
+    """The prompts of each list by its file name: the evaluation has shapes that training never names."""
+    colours = ("red", "green", "blue", "yellow", "purple", "orange")
+    shapes = {"prompts.txt": ("square", "ball", "plain", "ground"), "eval_prompts.txt": ("shape",)}
+    return {
+        name: [f"a {colour} {shape} on a gray background" for shape in named for colour in colours]
+        for name, named in shapes.items()
+    }
+
+
+def _write_lists(out: Path, lists: Mapping[str, Sequence[str]]) -> None:
+    out.mkdir()
+    for name, prompts in lists.items():
+        (out / name).write_text("".join(f"{prompt}\n" for prompt in prompts), encoding="utf-8")
 
 
 def _key(*parts: object) -> str:
@@ -173,7 +228,7 @@ def _copy_evalkit(out: Path) -> None:
     shutil.copytree(evalkit_source(), out, ignore=shutil.ignore_patterns("__pycache__"))
 
 
-def _write_facts(world: World) -> None:
+def _write_facts(world: World | PromptWorld) -> None:
     facts = {name: str(value) for name, value in asdict(world).items()}
     with replacing(world.root / _FACTS) as temporary:
         temporary.write_text(json.dumps({**facts, "overrides": list(world.overrides)}, indent=2) + "\n")
@@ -189,17 +244,22 @@ def _exclusive(root: Path) -> Iterator[None]:
 def main(arguments: list[str] | None = None) -> int:
     """The command line of this module; prints one `name: value` line a fact."""
     parser = argparse.ArgumentParser(
-        description="Build the tiny model, dataset and evaluator of the quickstart."
+        description="Build the tiny model and data of the quickstart, and its evaluator."
     )
     parser.add_argument("--out", type=Path, default=trainer_root() / "storage" / "quickstart", metavar="DIR")
     parser.add_argument("--family", choices=TINY_FAMILIES, default="ti2v-5b")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, clips and tasks (default 0)")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the tensors are too small to share, and waiting threads stall a busy machine
+
+    def progress(line: str) -> None:
+        print(f"  {line}", flush=True)
+
     try:
-        world = build(
-            args.out, family=args.family, seed=args.seed, progress=lambda line: print(f"  {line}", flush=True)
-        )
+        if args.family == PROMPT_FAMILY:
+            world = build_prompt_world(args.out, seed=args.seed, progress=progress)
+        else:
+            world = build(args.out, family=args.family, seed=args.seed, progress=progress)
     except UserError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
