@@ -189,8 +189,8 @@ def _check_ranks(nodes: int, nproc: int, tp: int) -> None:
 def _wrong_prompts(batch: BatchSpec, dp: int, prompts: int, expected: int) -> str:
     if batch.shared_prompts:
         return (
-            f"expected_global_prompts: {expected} is not batch_size {prompts}, which counts all ranks with "
-            f"grpo_shared_prompt_batch; use --batch_size {expected}"
+            f"expected_global_prompts: {expected} is not batch_size {prompts}, which counts all ranks; use "
+            f"--batch_size {expected}"
         )
     fact = (
         f"expected_global_prompts: {expected} prompts a step were expected, but batch_size "
@@ -203,10 +203,14 @@ def _wrong_prompts(batch: BatchSpec, dp: int, prompts: int, expected: int) -> st
 
 
 def _unequal_shares(batch: BatchSpec, wave: int, group: int, dp: int, prompts: int) -> str:
-    """Names the key that the user set: the wave, or the whole batch where no wave was asked for."""
+    """Names the key that the user set: the wave, or the whole batch where no wave was asked for.
+
+    A group of one is ReFL's, which has no key for it.
+    """
     remedies: list[str] = []
-    groups = _nearest(group, [m for m in _multiples(dp // math.gcd(dp, wave), group) if m >= 2])
-    remedies.append("--grpo_group_size " + " or ".join(str(n) for n in groups))
+    if group > 1:
+        groups = _nearest(group, [m for m in _multiples(dp // math.gcd(dp, wave), group) if m >= 2])
+        remedies.append("--grpo_group_size " + " or ".join(str(n) for n in groups))
     name = "batch_size" if batch.wave is None else "grpo_shared_prompt_microbatch_size"
     if batch.wave is None:
         sizes = _nearest(wave, _multiples(dp // math.gcd(dp, group), wave))
@@ -217,7 +221,7 @@ def _unequal_shares(batch: BatchSpec, wave: int, group: int, dp: int, prompts: i
     ranks = " or ".join(str(n) for n in _nearest(dp, divisors(wave * group)))
     remedies.append(f"{ranks} data-parallel ranks")
     return (
-        f"{name}: {wave} prompts x {group} rollouts do not spread evenly "
+        f"{name}: {wave} prompts{f' x {group} rollouts' if group > 1 else ''} do not spread evenly "
         f"over {dp} data-parallel ranks; use {', or '.join(remedies)}"
     )
 

@@ -97,8 +97,11 @@ def estimate_memory(spec: RunSpec, topology: Topology, model: ModelShape, work: 
     decode = min(spec.decode_batch_size, grpo.sample_batch_size, topology.rollouts_per_rank_wave)
     shape = model.vae
     data = spec.data
-    decoding = decode * vae_decode_bytes(
-        shape, model.vae_element_bytes, data.num_frames, data.height, data.width
+    # That of ReFL runs over all frames at once and has a gradient: `planning.refl.NOT_COUNTED`.
+    decoding = (
+        decode * vae_decode_bytes(shape, model.vae_element_bytes, data.num_frames, data.height, data.width)
+        if spec.refl is None
+        else 0
     )
     encoding = text_encode_bytes(model.text_encoder, model.text_element_bytes, model.text_length)
     replay = _replay(spec, topology, model, sizes, element, reduce)
@@ -115,6 +118,8 @@ def estimate_memory(spec: RunSpec, topology: Topology, model: ModelShape, work: 
         "replay": base + reduced + gathered + replay,
         "optimizer": base + gradients + 3 * largest,
     }
+    if spec.refl is not None:
+        del phases["decode"]
     while_used = " while it is used" if offload else ""
     items = {
         **held,
@@ -177,7 +182,7 @@ def local_sizes(spec: RunSpec, topology: Topology, model: ModelShape) -> Sizes:
 
 def call_activations(spec: RunSpec, topology: Topology, model: ModelShape, chunk: int) -> Activations:
     """The working memory of a transformer call on `chunk` rollouts."""
-    rows = min(chunk, topology.rollouts_per_rank_wave) * (2 if spec.sampler.cfg_scale > 1 else 1)
+    rows = min(chunk, topology.rollouts_per_rank_wave) * branches_of_call(spec)
     data, family = spec.data, FAMILIES[spec.model.family]
     call = Call(
         rows=rows,
@@ -190,6 +195,12 @@ def call_activations(spec: RunSpec, topology: Topology, model: ModelShape, chunk
         fused_norm=spec.device == "cuda" and topology.tp == 1,
     )
     return transformer_activations(model.transformer, call)
+
+
+def branches_of_call(spec: RunSpec) -> int:
+    """Guidance doubles the rows of a call, unless ReFL asks for each branch by itself."""
+    together = spec.refl is None or spec.refl.cfg_grad == "both"
+    return 2 if spec.sampler.cfg_scale > 1 and together else 1
 
 
 def inference_bytes(spec: RunSpec, act: Activations) -> int:
@@ -243,8 +254,8 @@ def _replay(
     in_flight = reduce * sizes.trained_block if spec.device == "cuda" else 0
     begins = around + block + act.backward + in_flight
     ends = around + (element + reduce) * sizes.trained_block + in_flight
-    if spec.grpo.kl_coeff > 0:
-        # The reference is asked while the policy's graph waits for its backward.
+    if spec.grpo.kl_coeff > 0 and spec.refl is None:
+        # The reference is asked while the policy's graph waits for its backward; ReFL asks it before.
         layers_kept = between if spec.model.gradient_checkpointing else between + block
         begins = max(begins, layers_kept + act.stem + act.head + inference_bytes(spec, act))
     first = layers * (act.given if spec.model.gradient_checkpointing else act.saved) + act.stem + act.head

@@ -10,7 +10,10 @@ from wan_trainer.config.resolution import resolve, topology_of
 from wan_trainer.config.schema import GrpoConfig
 from wan_trainer.config.specs import RunSpec
 from wan_trainer.models.wan.architecture import ModelShape, check_adapters, check_heads, model_shape
+from wan_trainer.models.wan.directory import check_directory, read_directory
+from wan_trainer.models.wan.grad_window import check_grad_window
 from wan_trainer.planning.memory import Memory, estimate_memory
+from wan_trainer.planning.refl import NOT_COUNTED
 from wan_trainer.planning.timing import PhaseTimes, StepTimes, estimate_steps
 from wan_trainer.planning.traffic import Traffic, estimate_traffic
 from wan_trainer.planning.workload import Workload, count_work
@@ -83,6 +86,10 @@ def make_plan(config: GrpoConfig, nodes: int, nproc: int, phases: PhaseTimes | N
         heads = check_heads(model.transformer, config.tensor_parallel_size)
         adapters = check_adapters(model, spec.model)
         problems += [problem for problem in (heads, adapters) if problem]
+        whole = not check_directory(spec.model.path, spec.model.family)
+        if spec.refl is not None and whole:
+            directory = read_directory(spec.model.path, spec.model.family)
+            problems += check_grad_window(spec, spec.refl, directory)
         if topology is not None:
             try:
                 work = count_work(spec, topology)
@@ -98,12 +105,15 @@ def make_plan(config: GrpoConfig, nodes: int, nproc: int, phases: PhaseTimes | N
                         memory=estimate_memory(spec, topology, model, work),
                         traffic=estimate_traffic(spec, topology, model, work),
                         times=None if phases is None else estimate_steps(phases, topology.waves),
-                        notes=_notes(config, spec, topology, model),
+                        notes=_notes(config, spec, topology, model, whole=whole),
                     )
     raise UserError(*problems)
 
 
-def _notes(config: GrpoConfig, spec: RunSpec, topology: Topology, model: ModelShape) -> tuple[str, ...]:
+def _notes(
+    config: GrpoConfig, spec: RunSpec, topology: Topology, model: ModelShape, *, whole: bool
+) -> tuple[str, ...]:
+    """whole: the model directory is complete."""
     notes: list[str] = []
     if config.fsdp and config.hsdp and topology.nodes == 1:
         notes.append("hsdp: true is plain fsdp on one node")
@@ -112,5 +122,9 @@ def _notes(config: GrpoConfig, spec: RunSpec, topology: Topology, model: ModelSh
             f"no model in {config.model_path}: sizes are those of the published {spec.model.family}, "
             "text encoder in bfloat16, VAE in float32"
         )
+    if spec.refl is not None:
+        notes.append(NOT_COUNTED)
+        if model.experts > 1 and not whole:
+            notes.append("whether the gradient window stays in the trained expert was not checked")
     cuda = resolve_device(config, cuda_available=spec.device == "cuda")
     return (*notes, *unbuilt(cuda))

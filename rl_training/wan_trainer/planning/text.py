@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+from wan_trainer.planning import refl
 from wan_trainer.planning.plan import Plan
 from wan_trainer.topology import FAMILIES, counted, describe_ranks
 
@@ -21,12 +22,9 @@ def describe(plan: Plan) -> str:
         ("ranks", ranks),
         ("model", _model(plan)),
         ("video", _video(plan)),
-        ("batch", _batch(plan)),
-        ("each rank", _share(plan)),
-        ("rollout", _rollout(plan)),
-        ("replay", _replay(plan)),
+        *_step(plan),
         ("length", _length(plan)),
-        ("scoring", _scoring(plan)),
+        *([("scoring", _scoring(plan))] if plan.spec.refl is None else []),
         ("memory", _memory(plan)),
         *(("", line) for line in _table(plan.memory.items)),
         ("host", _host(plan)),
@@ -37,6 +35,26 @@ def describe(plan: Plan) -> str:
         *(("note", note) for note in plan.notes),
     ]
     return "\n".join(f"{name:<{_MARGIN}}{text}" for name, text in rows)
+
+
+def _step(plan: Plan) -> list[tuple[str, str]]:
+    """What each rank does in a step."""
+    spec, topology = plan.spec, plan.topology
+    if spec.refl is None:
+        return [
+            ("batch", _batch(plan)),
+            ("each rank", _share(plan)),
+            ("rollout", _rollout(plan)),
+            ("replay", _replay(plan)),
+        ]
+    work = refl.count_refl(spec, spec.refl, topology)
+    return [
+        ("roles", refl.describe_roles(spec.refl, topology)),
+        ("batch", refl.describe_batch(spec, topology)),
+        ("each rank", refl.describe_share(spec.refl, topology)),
+        ("rollout", refl.describe_sampling(spec, spec.refl, work)),
+        ("gradient", refl.describe_gradient(spec, spec.refl, work)),
+    ]
 
 
 def _model(plan: Plan) -> str:
@@ -185,6 +203,8 @@ def _times(plan: Plan) -> str:
     if plan.times is None:
         return "unknown: give --phase_times rollout=S,reward=S,replay=S, or --from_run RUN_DIR"
     times, phases = plan.times, plan.times.phases
+    if plan.spec.refl is not None:
+        return f"{times.synchronous:.4g} s (rollout {phases.rollout:.4g} s, the rest {phases.replay:.4g} s)"
     return (
         f"on-policy {times.synchronous:.4g} s, delayed {times.delayed:.4g} s, {times.speedup:.2f}x faster "
         f"(rollout {phases.rollout:.4g} s, reward {phases.reward:.4g} s, replay {phases.replay:.4g} s)"

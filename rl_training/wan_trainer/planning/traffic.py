@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from wan_trainer.config.specs import RunSpec
 from wan_trainer.models.wan.architecture import ModelShape
 from wan_trainer.models.wan.directory import EXPERTS, trained_experts
-from wan_trainer.planning.memory import ELEMENT, local_sizes
+from wan_trainer.planning.memory import ELEMENT, branches_of_call, local_sizes
 from wan_trainer.planning.workload import Workload
 from wan_trainer.topology import FAMILIES, Topology
 
@@ -85,7 +85,7 @@ def _tensor_bytes(spec: RunSpec, topology: Topology, model: ModelShape, chunk: i
         return 0.0, 0.0
     data = spec.data
     tokens = FAMILIES[spec.model.family].tokens(data.num_frames, data.height, data.width)
-    rows = min(chunk, topology.rollouts_per_rank_wave) * (2 if spec.sampler.cfg_scale > 1 else 1)
+    rows = min(chunk, topology.rollouts_per_rank_wave) * branches_of_call(spec)
     shape = model.transformer
     one = ELEMENT[spec.model.param_dtype] * rows * shape.dim
     ring = 2 * (topology.tp - 1) / topology.tp * shape.num_layers

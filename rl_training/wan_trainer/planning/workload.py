@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from wan_trainer.config.specs import RewardSpec, RunSpec
+from wan_trainer.planning.refl import count_refl
 from wan_trainer.topology import (
     Topology,
     check_pending,
@@ -20,7 +21,8 @@ from wan_trainer.types import UserError
 class Workload:
     """The counts of one step on one rank, and the length of the run.
 
-    rollout_calls, replay_calls: batched transformer calls; each replay call is a forward and a backward.
+    rollout_calls, replay_calls: batched transformer calls; each replay call is a forward and a backward. In
+    ReFL the steps with a gradient count as replayed, and every call without one as a rollout's; at most.
     stored_latents: of one rollout, the expected number of distinct latents that the replayed steps need.
     batches, updates: None when neither dataset_size nor max_steps says how long the run is. pending: rollouts
     that wait for a verdict at most. scorers, scorer_threads: processes of the rule reward on a node, and
@@ -54,6 +56,20 @@ def count_work(spec: RunSpec, topology: Topology) -> Workload:
     updates = None
     if batches is not None:
         updates = batches // spec.optimizer.gradient_accumulation_steps * grpo.updates_per_rollout
+    if spec.refl is not None:
+        calls = count_refl(spec, spec.refl, topology)
+        return Workload(
+            replayed_steps=calls.grad_steps,
+            rollout_calls=calls.sampling + calls.beside,
+            replay_calls=calls.backward,
+            stored_latents=calls.grad_steps + 1,  # and the clean one
+            batches=batches,
+            updates=updates,
+            pending=0,
+            scorers=0,
+            scorer_threads=0,
+            requests=0,
+        )
     # The ranks of one tensor-parallel group share their rollouts, and one of them submits.
     submitting = topology.nproc // topology.tp
     # The user's own rewards keep counts of their own.

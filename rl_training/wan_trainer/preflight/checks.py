@@ -19,7 +19,7 @@ from wan_trainer.preflight.judge import check_judge
 from wan_trainer.preflight.kernels import check_kernels
 from wan_trainer.preflight.machine import check_accelerator, check_disk
 from wan_trainer.preflight.network import check_rendezvous
-from wan_trainer.preflight.openings import check_openings, check_own_reward
+from wan_trainer.preflight.openings import check_openings, check_own_reward, check_refl
 from wan_trainer.preflight.start import check_base, check_start
 from wan_trainer.topology import Topology
 from wan_trainer.types import UserError
@@ -67,6 +67,7 @@ def run_checks(
     problems += check_start(spec)
     problems += check_base(spec.model, readable=not model_lines)
     problems += check_openings(spec)
+    problems += check_refl(spec, family, readable=not model_lines)
     problems += check_inputs(spec, topology, env, family)
     problems += check_accelerator(spec.device, nproc, env, stated=config.device)
     problems += check_kernels(spec.model, head_dim, env)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import cast
 
-from wan_trainer.config.specs import Target
+from wan_trainer.config.specs import RolesSpec, Target
 from wan_trainer.targets import checked_call, construct, require_methods, user_code
-from wan_trainer.types import DifferentiableReward, RewardContext
+from wan_trainer.types import DifferentiableReward, RewardContext, UserError
 
 
 def build_differentiable(key: str, target: Target, context: RewardContext) -> DifferentiableReward:
@@ -17,6 +17,17 @@ def build_differentiable(key: str, target: Target, context: RewardContext) -> Di
     reward = construct(key, target, context)
     require_methods(key, target, reward, ["score"])
     return cast("DifferentiableReward", reward)
+
+
+def check_roles(roles: RolesSpec) -> list[str]:
+    """What is wrong with the rewards of a run, one line each; see `check_differentiable`."""
+    lines: list[str] = []
+    for key, target in roles.targets.items():
+        try:
+            check_differentiable(key, target)
+        except UserError as error:
+            lines += error.problems
+    return lines
 
 
 def check_differentiable(key: str, target: Target) -> None:

@@ -1,10 +1,9 @@
-"""Whether every step of a gradient window is routed to an expert that is trained. Imports no torch."""
+"""Whether every step of a gradient window is routed to an expert that is trained; without torch or numpy."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-
-import numpy as np
 
 from wan_trainer.config.specs import ReflSpec, RunSpec
 from wan_trainer.models.wan.directory import (
@@ -43,12 +42,16 @@ def check_grad_window(spec: RunSpec, refl: ReflSpec, directory: WanDirectory) ->
 
 def route(num_steps: int, shift: float, directory: WanDirectory) -> list[str]:
     """The expert of each step; compared in float32, as `WanPolicy.expert_for` does."""
-    times = 1.0 - np.arange(num_steps, dtype=np.float64) / num_steps
-    sigmas = (shift * times / (1.0 + (shift - 1.0) * times)).astype(np.float32)
+    times = [1.0 - step / num_steps for step in range(num_steps)]
+    sigmas = [_float32(shift * time / (1.0 + (shift - 1.0) * time)) for time in times]
     if directory.boundary_ratio is None:
         return [EXPERTS[0]] * num_steps
-    boundary = np.float32(directory.boundary_ratio * 1000)
-    return [EXPERTS[0] if sigma * np.float32(1000) >= boundary else EXPERTS[1] for sigma in sigmas]
+    boundary = _float32(directory.boundary_ratio * 1000)
+    return [EXPERTS[0] if _float32(sigma * 1000) >= boundary else EXPERTS[1] for sigma in sigmas]
+
+
+def _float32(number: float) -> float:
+    return struct.unpack("f", struct.pack("f", number))[0]
 
 
 def _trained(spec: RunSpec, directory: WanDirectory) -> Sequence[str]:
