@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from wan_trainer.distributed.exchange import Exchange
 from wan_trainer.types import UserError, first_line
 
 AXES = ("dp_replicate", "dp_shard", "tp")
@@ -37,7 +38,9 @@ class RendezvousError(RuntimeError):
 class Mesh:
     """This process's place in the run.
 
-    Ranks are global unless named local; dp ranks enumerate replicas and shards.
+    Ranks are global unless named local; dp ranks enumerate replicas and shards. Where a reward has ranks of
+    its own, rank and world count those of this rank's role, and `exchange` reaches the others: the ranks that
+    train come first in it.
     """
 
     device_mesh: DeviceMesh
@@ -49,11 +52,16 @@ class Mesh:
     dp_size: int
     tp_rank: int
     tp_size: int
+    exchange: Exchange | None = None
+    scores: bool = False
 
 
-def init_mesh(device: str, timeout_s: float, *, tp: int = 1, dp_replicate: int = 1) -> Mesh:
+def init_mesh(
+    device: str, timeout_s: float, *, tp: int = 1, dp_replicate: int = 1, reward_ranks: int = 0
+) -> Mesh:
     """Join the run that torchrun describes in the environment, or a run of one process when there is none.
 
+    reward_ranks: the last ranks, which score and do not train; tp and dp_replicate are of the others.
     Raises RendezvousError, naming the ranks that are missing, when they do not all arrive within `timeout_s`,
     and UserError when the environment does not describe a rank.
     """
@@ -65,12 +73,20 @@ def init_mesh(device: str, timeout_s: float, *, tp: int = 1, dp_replicate: int =
     unset = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if world > 1 and unset:
         raise UserError(f"WORLD_SIZE is {world} and {' and '.join(unset)} not set; {_ALONE}")
-    assert world % (tp * dp_replicate) == 0, (world, tp, dp_replicate)
+    actors = world - reward_ranks
+    assert actors > 0 and actors % (tp * dp_replicate) == 0, (world, reward_ranks, tp, dp_replicate)
 
     target = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
     if target.type == "cuda":
         torch.cuda.set_device(target)
     store = _rendezvous(rank, world, timeout_s)
+    exchange, scores = None, False
+    if reward_ranks:
+        everyone = dist.ProcessGroupGloo(PrefixStore("exchange", store), rank, world, COLLECTIVE_TIMEOUT)
+        exchange, scores = Exchange(everyone, rank), rank >= actors  # pyright: ignore[reportArgumentType] - its stub lacks the base class
+        store = PrefixStore("reward" if scores else "actor", store)
+        rank, world = (rank - actors, reward_ranks) if scores else (rank, actors)
+        tp, dp_replicate = (1, 1) if scores else (tp, dp_replicate)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if target.type == "cuda" else "gloo",
         store=store,
@@ -89,6 +105,8 @@ def init_mesh(device: str, timeout_s: float, *, tp: int = 1, dp_replicate: int =
         dp_size=world // tp,
         tp_rank=rank % tp,
         tp_size=tp,
+        exchange=exchange,
+        scores=scores,
     )
 
 

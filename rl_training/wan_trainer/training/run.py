@@ -34,7 +34,8 @@ from wan_trainer.recording.run_dir import RunFiles
 from wan_trainer.recording.run_record import FinalCheckpoint, RunRecord
 from wan_trainer.targets import make_importable, source_digests
 from wan_trainer.training.first_failure import clear_failure, first_failure, lost_peer
-from wan_trainer.training.openings import try_openings
+from wan_trainer.training.openings import try_openings, try_refl
+from wan_trainer.training.reward_role import close_scoring, score_for_actors
 from wan_trainer.training.run_lock import RunLock
 from wan_trainer.training.session import train_on
 from wan_trainer.training.start import PACKAGE, Start, native_threads
@@ -59,17 +60,35 @@ def train(start: Start, *, allow_changed: Collection[str] = ()) -> int:
         torch.set_num_threads(native_threads(os.environ.get("OMP_NUM_THREADS", "")))
     topology = start.topology
     mesh = init_mesh(
-        spec.device, spec.rendezvous_timeout_s, tp=topology.tp, dp_replicate=topology.dp_replicate
+        spec.device,
+        spec.rendezvous_timeout_s,
+        tp=topology.tp,
+        dp_replicate=topology.dp_replicate,
+        reward_ranks=topology.reward_ranks,
     )
+    try:
+        if mesh.scores:
+            return score_for_actors(mesh, start)
+        return _train(mesh, start, allow_changed)
+    finally:
+        dist.destroy_process_group()
+
+
+def _train(mesh: Mesh, start: Start, allow_changed: Collection[str]) -> int:
+    spec, status = start.spec, EXIT_FAILURE
     try:
         _compare_nodes(mesh, start)
         with ExitStack() as held:
             # The lock stays on rank 0; the others only learn whether it was free.
             from_first_rank(mesh, lambda: _lock(spec.output.output_dir, held))
             record = RunRecord(RunFiles(spec.output.output_dir).record)
-            return _recorded(mesh, start, record, allow_changed)
+            status = _recorded(mesh, start, record, allow_changed)
+            return status
+    except UserError:
+        status = EXIT_BAD_INPUT
+        raise
     finally:
-        dist.destroy_process_group()
+        close_scoring(mesh, start.topology, status)
 
 
 def plan_start(loaded: LoadedConfig) -> Start:
@@ -87,7 +106,7 @@ def plan_start(loaded: LoadedConfig) -> Start:
         raise UserError(*problems)
     spec = resolve(config, cuda_available=cuda_available)
     make_importable(loaded.path.parent)
-    problems = try_openings(spec)
+    problems = try_openings(spec) + try_refl(spec)
     if problems:
         raise UserError(*problems)
     topology = topology_of(config, nodes, nproc)

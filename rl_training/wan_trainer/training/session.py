@@ -31,7 +31,6 @@ from wan_trainer.recording.opening import open_run_log
 from wan_trainer.recording.run_record import RunRecord
 from wan_trainer.recording.tracking import stored_run_id
 from wan_trainer.rewards.build import build_reward
-from wan_trainer.rewards.differentiable import build_differentiable
 from wan_trainer.topology import Topology, assign, total_batches
 from wan_trainer.training.assembly import Model, build_grpo, build_model, build_refl, build_updater
 from wan_trainer.training.checkpoint import CheckpointWriter, TrainState, load_checkpoint
@@ -40,6 +39,7 @@ from wan_trainer.training.loop import Boundaries, run_loop
 from wan_trainer.training.observer import RunObserver
 from wan_trainer.training.optimizer import Updater
 from wan_trainer.training.resume import ResumePoint, find_resume_point
+from wan_trainer.training.reward_role import MONITOR, REWARD, differentiable_rewards
 from wan_trainer.training.scheduler import ReplayScheduler
 from wan_trainer.training.start import Start, announce, run_facts
 from wan_trainer.training.starting_point import StartingPoint, find_starting_point
@@ -51,7 +51,6 @@ from wan_trainer.types import (
     DifferentiableReward,
     PromptBatch,
     Reward,
-    RewardContext,
     StepRecord,
 )
 
@@ -97,7 +96,7 @@ def train_on(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collect
     stop.install()
     with ExitStack() as stack:
         # The scorers start first: they load while the model does.
-        rewards = on_every_rank(mesh, lambda: _rewards(spec, mesh, work.dataset, stack))
+        rewards = on_every_rank(mesh, lambda: _rewards(spec, mesh, start.topology, work.dataset, stack))
         begin = None if starting_point is None else starting_point.loader()
         model = on_every_rank(mesh, lambda: build_model(spec, mesh, begin))
         if work.resume is not None:
@@ -166,14 +165,11 @@ class Rewards:
     monitor: DifferentiableReward | None = None
 
 
-def _rewards(spec: RunSpec, mesh: Mesh, dataset: Dataset, stack: ExitStack) -> Rewards:
+def _rewards(spec: RunSpec, mesh: Mesh, topology: Topology, dataset: Dataset, stack: ExitStack) -> Rewards:
     """The rewards, open until `stack` unwinds."""
     if spec.refl is not None:
-        context = RewardContext(mesh.device, spec.data.fps)
-        built = {
-            key: build_differentiable(key, target, context) for key, target in spec.refl.roles.targets.items()
-        }
-        return Rewards(differentiable=built["roles.reward"], monitor=built.get("roles.monitor"))
+        built = differentiable_rewards(spec, spec.refl.roles, mesh, topology)
+        return Rewards(differentiable=built[REWARD], monitor=built.get(MONITOR))
     if mesh.tp_rank > 0:
         return Rewards()
     return Rewards(stack.enter_context(closing(build_reward(spec.reward, dataset.tasks))))
