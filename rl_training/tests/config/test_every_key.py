@@ -58,6 +58,7 @@ CHANGES = {
     "rollout_video_every_steps": (2, {}),
     "eval_steps": (10, {}),
     "wandb_project": ("project", {}),
+    "report_to_wandb": (False, {"wandb_project": "project"}),
     "wandb_run_name": ("name", {}),
     "learning_rate": (1e-3, {}),
     "lr_scheduler": ("linear_warmup", {}),

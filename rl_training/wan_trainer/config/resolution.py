@@ -367,7 +367,7 @@ def _output(config: GrpoConfig) -> specs.OutputSpec:
         log_steps=config.log_steps,
         keep_checkpoints=config.keep_checkpoints,
         rollout_video_every_steps=config.rollout_video_every_steps,
-        wandb_project=config.wandb_project,
+        wandb_project=config.wandb_project if config.report_to_wandb else None,
         wandb_run_name=config.wandb_run_name,
         eval_steps=config.eval_steps,
     )

@@ -151,6 +151,7 @@ class RunSection(Section):
     rollout_video_every_steps: int = key(50, "Batches between saved rollout videos; 0 saves none.", ge=0)
     eval_steps: int = key(0, "Batches between evaluations on fixed prompts; 0 is off.", ge=0)
     wandb_project: str | None = key(None, "Weights & Biases project; null writes no such log.")
+    report_to_wandb: bool = key(True, "False writes no Weights & Biases log though a project is named.")
     wandb_run_name: str | None = key(None, "Name of the run in Weights & Biases and in the report.")
 
 

@@ -26,13 +26,22 @@ def format_duration(seconds: float) -> str:
 
 
 def describe(record: StepRecord) -> str:
-    """The numbers one watches, on one line; the ratio's deviation with digits to tell it from zero."""
+    """The numbers one watches, on one line; the ratio's deviation with digits to tell it from zero.
+
+    An algorithm without a ratio (nan) has a divergence from its reference there, if any.
+    """
     policy = "on-policy" if record.policy_age == 0 else f"policy age {record.policy_age}"
+    if math.isfinite(record.ratio_max_dev):
+        of_policy = [
+            f"ratio dev {record.ratio_max_dev:.2e} ({policy})",
+            f"clip {100 * record.clip_fraction:.1f}%",
+        ]
+    else:
+        of_policy = [f"KL loss {record.kl_loss:.3e}"] if record.kl_loss else []
     parts = [
         f"reward {record.reward_mean:.4f} ± {record.reward_std:.4f}",
         f"loss {record.policy_loss:+.3e}",
-        f"ratio dev {record.ratio_max_dev:.2e} ({policy})",
-        f"clip {100 * record.clip_fraction:.1f}%",
+        *of_policy,
         f"grad {record.grad_norm:.3g}",
         f"lr {record.lr:.2e}",
     ]

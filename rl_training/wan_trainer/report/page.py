@@ -107,6 +107,8 @@ def _page(run: RunData) -> str:
         notes=run.notes,
         charts={name: Markup(svg) if svg else None for name, svg in pictures.items()},
         policy=_policy_note(run.metrics),
+        # An algorithm without a ratio writes updates that have none.
+        has_ratio=pictures["ratio"] is not None or not len(run.metrics),
         phases=timeline.phase_times(run.spans),
         tasks=_task_rows(run),
         hidden_tasks=max(0, len(run.tasks) - _SHOWN_TASKS),
@@ -164,7 +166,7 @@ def _tiles(metrics: Metrics) -> list[Tile]:
         else "too few updates for a trend"
     )
     shown = _signed(after - before) if count >= 5 else show(mean(reward))
-    deviation = max((value for value in metrics["ratio_max_dev"] if math.isfinite(value)), default=math.nan)
+    deviations = [value for value in metrics["ratio_max_dev"] if math.isfinite(value)]
     valid = mean(metrics["reward_valid_fraction"])
     skipped = sum(value > 0 for value in metrics["skipped"])
     memory = max((value for value in metrics["peak_memory_gib"] if math.isfinite(value)), default=0.0)
@@ -175,13 +177,21 @@ def _tiles(metrics: Metrics) -> list[Tile]:
             str(int(metrics.last("step"))),
             f"epoch {show(metrics.last('epoch'), 0)}, {skipped} skipped",
         ),
-        Tile("Largest |ratio − 1|", show(deviation) if deviation else "0", "first pass, whole run"),
+        *_ratio_tiles(deviations),
         Tile("Valid rewards", f"{100 * valid:.1f}%" if math.isfinite(valid) else "–", "of all rollouts"),
         Tile("Time per update", f"{show(mean(metrics['step_s'][last]), 1)} s", "mean of the last fifth"),
         Tile("Rollouts per second", show(mean(metrics["rollouts_per_s"][last]), 2), "mean of the last fifth"),
     ]
     # The CPU reports no device memory.
     return [*tiles, Tile("Peak memory", f"{show(memory, 1)} GiB", "of one device")] if memory > 0 else tiles
+
+
+def _ratio_tiles(deviations: Sequence[float]) -> list[Tile]:
+    """Nothing for an algorithm without a ratio."""
+    if not deviations:
+        return []
+    shown = show(max(deviations)) if max(deviations) else "0"
+    return [Tile("Largest |ratio − 1|", shown, "first pass, whole run")]
 
 
 def _policy_note(metrics: Metrics) -> str:
@@ -204,6 +214,7 @@ def _facts(run: RunData) -> list[Fact]:
     model, code, sampler = (_mapping(record, key) for key in ("model", "code", "sampler"))
     dataset, topology, evaluator = (_mapping(record, key) for key in ("dataset", "topology", "evaluator"))
     start, end = number(record, "start"), number(record, "end")
+    reward = _mapping(_mapping(record, "targets"), "roles.reward")
     last_span = max((span.end for span in run.spans), default=math.nan)
     finish = end if math.isfinite(end) else last_span
     commit = text(code, "commit")
@@ -222,6 +233,7 @@ def _facts(run: RunData) -> list[Fact]:
         Fact("Topology", _layout(topology)),
         Fact("Sampler", draw),
         Fact("Data", f"{text(dataset, 'path')} ({show(samples, 0)} samples)" if dataset else ""),
+        Fact("Reward", text(reward, "path")),
         Fact("Evaluator", text(evaluator, "source_sha256")[:12]),
         Fact("Commit", f"{commit[:12]}{dirty}" if commit else ""),
         Fact("Started", _when(start) if math.isfinite(start) else ""),
