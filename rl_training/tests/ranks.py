@@ -23,6 +23,11 @@ _PRELOAD = [
     "transformers.models.umt5.modeling_umt5",
     "peft",
     "wan_trainer.training.run",
+    # A record of the scorers' runtime imports them.
+    "imageio",
+    "shapely",
+    "skimage",
+    "rl_training.tests.warm",
 ]
 
 

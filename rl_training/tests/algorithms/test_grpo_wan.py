@@ -31,7 +31,8 @@ from wan_trainer.types import Condition, PromptBatch, Sample, StepRecord
 
 pytestmark = pytest.mark.slow
 
-WAN_SAMPLER = replace(SAMPLER, num_steps=4, replay_ratio=1.0)
+# One step of each expert is replayed; the last one never is.
+WAN_SAMPLER = replace(SAMPLER, num_steps=3, replay_ratio=1.0)
 LORA = LoraSpec(rank=4, alpha=8.0, target_modules=("to_q", "to_v"), module_prefix=None)
 WAN_GRPO = replace(GRPO, group_size=4, sample_batch_size=2, train_sample_batch_size=2)
 
@@ -104,7 +105,7 @@ def build(
         decode=lambda x0: decode(components, x0, batch_size=2),
         reward=Scores(),
         sampler=sampler,
-        grid=sigmas(sampler.num_steps, 5.0),
+        grid=sigmas(sampler.num_steps, sampler.flow_shift),
         latent_shape=policy.latent_shape(FRAMES, HEIGHT, WIDTH),
         group_size=grpo.group_size,
         chunk_size=grpo.sample_batch_size,
@@ -237,7 +238,7 @@ def test_one_rank_and_two_agree_in_rewards_and_gradients(trained: Trained, case:
 
 
 def test_both_experts_are_replayed_and_get_a_reduced_gradient(trained: Trained) -> None:
-    assert trained.alone["two experts"]["replayed_per_expert"] == {"transformer": 2, "transformer_2": 1}
+    assert trained.alone["two experts"]["replayed_per_expert"] == {"transformer": 1, "transformer_2": 1}
     gradient = trained.gradient("two experts", 2)
     for expert in ("transformer.", "transformer_2."):
         assert any(np.linalg.norm(g) > 0 for name, g in gradient.items() if name.startswith(expert))
@@ -265,7 +266,7 @@ def test_the_start_does_not_diverge_from_itself(trained: Trained) -> None:
 
 def test_a_frozen_expert_is_not_replayed(trained: Trained) -> None:
     record = trained.alone["frozen expert"]
-    assert record["replayed_per_expert"] == {"transformer": 2, "transformer_2": 1}
-    assert record["frozen_steps"] == 2 and record["replayed_samples"] == 4
+    assert record["replayed_per_expert"] == {"transformer": 1, "transformer_2": 1}
+    assert record["frozen_steps"] == 1 and record["replayed_samples"] == 4
     assert record["ratio_max_dev"] == 0 and record["grad_norm"] > 0
     assert {name.split(".")[0] for name in trained.gradient("frozen expert", 1)} == {"transformer_2"}

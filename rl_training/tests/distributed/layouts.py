@@ -182,7 +182,8 @@ def build(path: Path, mesh: Mesh, case: Case) -> Setup:
     )
     updater.policy = policy
     events, ranks, reward, decoded = Events(), DataParallel(mesh), ById(), []
-    sampler = replace(SAMPLER, num_steps=4, replay_ratio=1.0)
+    # One step of each expert is replayed; the last one never is.
+    sampler = replace(SAMPLER, num_steps=3, replay_ratio=1.0)
     grpo = replace(GRPO, group_size=GROUP, sample_batch_size=2, train_sample_batch_size=case.chunk)
     rollouts = ColocatedRollouts(
         policy=policy,
@@ -190,7 +191,7 @@ def build(path: Path, mesh: Mesh, case: Case) -> Setup:
         decode=partial(_decode, components, decoded),
         reward=reward if mesh.tp_rank == 0 else None,
         sampler=sampler,
-        grid=sigmas(sampler.num_steps, 5.0),
+        grid=sigmas(sampler.num_steps, sampler.flow_shift),
         latent_shape=policy.latent_shape(FRAMES, HEIGHT, WIDTH),
         group_size=GROUP,
         chunk_size=min(2, case.wave * GROUP // mesh.dp_size),

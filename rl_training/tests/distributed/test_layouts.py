@@ -44,6 +44,7 @@ MOVES: dict[int, list[tuple[str, str]]] = {
     4: [("alone", "fsdp4"), ("fsdp2", "hsdp2x2"), ("tp2", "tp2 x fsdp2")],
 }
 """Checkpoints saved on one layout and loaded on another."""
+SAVED = {saved for moves in MOVES.values() for saved, _ in moves}
 
 
 def train_and_save(path: Path, out: Path, jobs: list[tuple[str, str]], moves: list[tuple[str, str]]) -> Any:
@@ -61,7 +62,7 @@ def train_and_save(path: Path, out: Path, jobs: list[tuple[str, str]], moves: li
         }
         if mesh.rank == 0:
             np.savez(out / f"{layout}-{case}.npz", **_arrays(setup.updater.gradient))
-        if (layout, case) == next(job for job in jobs if job[0] == layout):
+        if layout in SAVED and (layout, case) == next(job for job in jobs if job[0] == layout):
             _save(setup, out, layout)
     barrier(mesh)
     differences = {}

@@ -119,15 +119,19 @@ def _heads(block: nn.Module, attention: str) -> int:
 def _adamw_differences(path: Path, mesh: Mesh) -> dict[str, float]:
     """Two updates by torch's other implementations, over parameters of two meshes, beside its loop."""
     weights: dict[str, list[torch.Tensor]] = {}
+    parameters = [parameter for _, parameter in _build(path, mesh).trainable()]
+    assert len({parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}) == 2
+    start = [parameter.detach().clone() for parameter in parameters]
     for kind in ("loop", "foreach", "fused"):
-        parameters = [parameter for _, parameter in _build(path, mesh).trainable()]
-        assert len({parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}) == 2
+        with torch.no_grad():
+            for parameter, value in zip(parameters, start, strict=True):
+                parameter.copy_(value)
         optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=kind == "foreach", fused=kind == "fused")
         for _ in range(2):
             for number, parameter in enumerate(parameters, start=1):
                 parameter.grad = parameter.detach() * number
             optimizer.step()
-        weights[kind] = [p.to_local().detach() for p in parameters if isinstance(p, DTensor)]
+        weights[kind] = [p.to_local().detach().clone() for p in parameters if isinstance(p, DTensor)]
     return {
         kind: max(float((a - b).norm()) for a, b in zip(weights[kind], weights["loop"], strict=True))
         for kind in ("foreach", "fused")
