@@ -109,12 +109,15 @@ def _places() -> list[str]:
 
 @contextmanager
 def user_code(key: str, target: Target, doing: str = "") -> Iterator[None]:
-    """Turn whatever the user's code raises into one line. A UserError of its own passes as it is."""
+    """Turn whatever the user's code raises into one line. A UserError of its own passes as it is.
+
+    So does an exit: a module that leaves while it is imported must not end the command with its own status.
+    """
     try:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         said = " ".join(str(error).split()) or "no message"
         what = f"{doing} for {target.path}" if doing else target.path

@@ -121,6 +121,10 @@ CASES = [
     ),
     (ALONE | {"vlm_reward_api_key": "sk-secret\n"}, ["vlm_reward_api_key", "the end of its line"]),
     (ALONE | {"vlm_reward_base_url": "http://judge:port/v1"}, ["vlm_reward_base_url", "plain address"]),
+    (ALONE | {"vlm_reward_base_url": "http://ju dge/v1"}, ["vlm_reward_base_url", "plain address"]),
+    (ALONE | {"vlm_reward_base_url": "http://judge\0/v1"}, ["vlm_reward_base_url", "plain address"]),
+    (ALONE | {"vlm_reward_base_url": "http://\u0661.\u0661/v1"}, ["vlm_reward_base_url", "plain address"]),
+    ({"vbvr_reward_prepared_height": 1023}, ["vbvr_reward_prepared_height", "1023 is odd", "use 1024"]),
     (ALONE | {"vlm_reward_score_max": 10}, ["vlm_reward_score_max", "generic rubric", "use 100"]),
     (ALONE | {"vlm_reward_error_score": 101}, ["vlm_reward_error_score", "use 0 to 100"]),
     (

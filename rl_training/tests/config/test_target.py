@@ -62,6 +62,7 @@ def test_what_is_printed_loads_again(load, name, tmp_path):
         ("{power: 1}", ["has no _target_", "name what to call"]),
         ("{_target_: Part}", ["has _target_ Part", "not an import path", "module.attribute"]),
         ("{_target_: 3}", ["has _target_ 3", "not an import path"]),
+        ('{_target_: "my.parts\\nPart"}', ["has _target_ my.parts Part, which is not an import path"]),
         ("{_target_: a.b, x-y: 1}", ["'x-y' as the name of an argument"]),
         ("{_target_: a.b, x: .nan}", ["not plain data"]),
         ("[a.b]", ["is no"]),

@@ -15,14 +15,17 @@ from wan_trainer.config import trainer_root
 from wan_trainer.config.specs import OwnRewardSpec, Target
 from wan_trainer.rewards.build import build_part
 from wan_trainer.rewards.function import FunctionReward
+from wan_trainer.rewards.function_worker import is_scoring_function, scoring_function
 from wan_trainer.types import RewardRequest, RewardResult, Sample, SampleId, UserError
 
 SCORERS = '''
-import os, sys, time
+import functools, os, sys, time
 import numpy as np
 
 def brightness(frames, prompt, scale=1.0):
     assert frames.dtype == np.uint8 and frames.ndim == 4 and frames.shape[-1] == 3
+    if not scale:
+        return len(prompt)
     assert "torch" not in sys.modules and os.environ["CUDA_VISIBLE_DEVICES"] == ""
     return scale * frames.mean() / 255 + len(prompt)
 
@@ -52,6 +55,36 @@ def moody(frames, prompt):
 
 def picky(videos, prompt):
     return 0.0
+
+def forks(frames, prompt):
+    """A data loader, say, whose children come back: by returning, by raising, by leaving."""
+    if prompt == "plain" or (child := os.fork()):
+        if prompt != "plain":
+            os.waitpid(child, 0)
+        return frames.mean() / 25
+    if prompt == "leave":
+        sys.exit(0)
+    if prompt == "raise":
+        raise ValueError
+    return 99.0
+
+def timed(score):
+    @functools.wraps(score)
+    def inner(*arguments, **named):
+        return score(*arguments, **named)
+    return inner
+
+@timed
+def decorated(frames, prompt):
+    return 0.25
+
+bound = functools.partial(brightness, scale=0.0)
+
+class Fixed:
+    def __call__(self, frames, prompt):
+        return 0.75
+
+instance = Fixed()
 '''
 
 
@@ -97,6 +130,21 @@ def test_a_class_is_made_once_a_process(module: str) -> None:
     reward.close()
 
 
+def test_whatever_takes_frames_and_a_prompt_scores(module: str) -> None:
+    frames = np.zeros((1, 2, 2, 3), np.uint8)
+    for name, expected in (("decorated", 0.25), ("bound", 6.0), ("instance", 0.75)):
+        target = Target(f"{module}.{name}", "{}")
+        assert is_scoring_function("grpo_reward_fn", target)
+        assert scoring_function("grpo_reward_fn", target)(frames, "prompt") == expected
+
+
+def test_a_child_that_comes_back_answers_for_no_sample(module: str) -> None:
+    reward = build(f"{module}.forks")
+    results = score(reward, "plain", "return", "plain", "raise", "plain", "leave", "plain")
+    reward.close()
+    assert [result.reward for result in results] == pytest.approx(range(7))
+
+
 def test_whatever_a_function_does_costs_its_sample_only(module: str) -> None:
     reward = build(f"{module}.moody", timeout_s=1.5)
     results = score(reward, "hang", "exit", "raise", "text", "nan", "nothing", "fine")
@@ -124,6 +172,15 @@ def test_what_cannot_score_is_refused_before_a_process_starts(
         build(f"{module}.{name}", **arguments)
     (line,) = refused.value.problems
     assert line.startswith("grpo_reward_fn: ") and words in line, line
+
+
+def test_a_module_that_leaves_does_not_end_the_command(module: str, tmp_path: Path) -> None:
+    leaving = "leaving_" + module
+    (tmp_path / f"{leaving}.py").write_text(
+        "import sys\ndef score(frames, prompt):\n    return 0.0\nsys.exit(0)\n"
+    )
+    with pytest.raises(UserError, match=r"raised SystemExit: 0 .*leaving_.* line 4"):
+        build(f"{leaving}.score")
 
 
 def test_a_function_that_loads_only_here_is_refused(

@@ -108,6 +108,9 @@ def _rule_reward(config: GrpoConfig) -> Iterator[Problem]:
             "vbvr_reward_evalkit_source_sha256",
             "is missing; vbvr_rule runs a pinned evaluator: wan-trainer evalkit-digest prints the digest",
         )
+    for key in ("vbvr_reward_prepared_width", "vbvr_reward_prepared_height"):
+        if (size := getattr(config, key)) % 2:
+            yield refuse(key, f"{size} is odd, and H.264 stores even sizes; use {size + 1}")
     if config.vbvr_reward_device != "cpu":
         yield refuse(
             "vbvr_reward_device",
@@ -169,4 +172,6 @@ def _is_plain_address(text: str) -> bool:
     except ValueError:
         return False
     extra = url.username or url.password or url.query or url.fragment
+    # White space and other scripts would fail when the client is made, each in a way of its own.
+    plain = plain and re.fullmatch("[!-~]+", text) is not None
     return plain and url.scheme in ("http", "https") and bool(url.hostname) and not extra

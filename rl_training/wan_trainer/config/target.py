@@ -24,7 +24,8 @@ def well_formed(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
         raise malformed(f"has no {KEY}", f"name what to call, {example}")
     if not isinstance(path, str) or PATH.fullmatch(path) is None:
         raise malformed(
-            f"has {KEY} {path}, which is not an import path", f"write module.attribute, {example}"
+            f"has {KEY} {' '.join(str(path).split())}, which is not an import path",
+            f"write module.attribute, {example}",
         )
     for name in value:
         if not name.isidentifier():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import mmap
@@ -59,8 +60,10 @@ def is_scoring_function(key: str, target: Target) -> bool:
     if isinstance(found, type):
         has_call = any("__call__" in vars(base) for base in found.__mro__)
         return has_call and not hasattr(found, "submit")
-    code = getattr(found, "__code__", None)
-    named = () if code is None else code.co_varnames[:2]
+    try:
+        named = tuple(inspect.signature(found).parameters)[:2]  # of what a decorator wraps
+    except (TypeError, ValueError):
+        named = ()  # some callables written in C tell nothing
     if named[:1] != (FRAMES,) and named[1:] == (PROMPT,):
         raise UserError(
             f"{key}: {target.path} takes {', '.join(named)}; call the first parameter {FRAMES}, by which a "

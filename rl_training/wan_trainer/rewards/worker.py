@@ -47,16 +47,22 @@ def serve(arguments: list[str], load: Callable[[list[str]], Loaded]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent decides: it may still want the rewards in flight
     os.set_inheritable(descriptor, False)  # a body's own children must not hold the pipe open
-    connection = Connection(descriptor)
+    connection, own = Connection(descriptor), os.getpid()
+
+    def say(message: Greeting | Verdict) -> None:
+        if os.getpid() != own:
+            os._exit(0)  # a fork of the body came back: a second verdict would be taken for the next job's
+        connection.send_bytes(message.encode())
+
     directory = os.getcwd()
     sys.path.insert(0, directory)
     try:
         loaded = load(arguments[2:])
     except (Exception, SystemExit) as error:  # noqa: BLE001  foreign code: every failure is reported
         traceback.print_exc()
-        connection.send_bytes(Greeting(error=f"{type(error).__name__}: {one_line(error)}").encode())
+        say(Greeting(error=f"{type(error).__name__}: {one_line(error)}"))
         return 1
-    connection.send_bytes(Greeting(names=loaded.names).encode())
+    say(Greeting(names=loaded.names))
     while True:
         try:
             message = connection.recv_bytes()
@@ -66,7 +72,7 @@ def serve(arguments: list[str], load: Callable[[list[str]], Loaded]) -> int:
         except (EOFError, OSError):
             return 0
         os.chdir(directory)  # an earlier sample may have left another working directory
-        connection.send_bytes(_answer(loaded, message, pixels).encode())
+        say(_answer(loaded, message, pixels))
 
 
 def _answer(loaded: Loaded, job: bytes, pixels: int) -> Verdict:
