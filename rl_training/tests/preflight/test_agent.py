@@ -43,10 +43,9 @@ def test_ranks_that_are_done_end_in_0(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("status", [2, 75])
-def test_ranks_that_end_alike_give_their_status_and_nothing_else(tmp_path, status):
-    done = torchrun(tmp_path, str(status), str(status))
-    assert done.returncode == status
+def test_ranks_that_end_alike_give_their_status_and_nothing_else(tmp_path):
+    done = torchrun(tmp_path, "75", "75")
+    assert done.returncode == 75
     assert "Traceback" not in done.stderr and "launcher:" not in done.stderr
 
 
