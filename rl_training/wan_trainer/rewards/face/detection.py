@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,7 +19,7 @@ from wan_trainer.types import UserError
 _log = logging.getLogger(__name__)
 
 _NMS_IOU = 0.4  # as published with the detector
-_FRAMES_AT_ONCE = 128  # bounds the memory of a large batch; a video of 81 frames goes in one
+_FRAMES_AT_ONCE = 96  # bounds the memory of a large batch; a video of 81 frames goes in one
 _VALUES = (1, 4, 10)  # of a score, a box and five keypoints
 
 
@@ -75,10 +76,16 @@ class ScrfdDetector:
 
     def _detect(self, frames: torch.Tensor) -> Faces:
         images, scale = letterbox(frames, self._size)
-        scores, boxes, keypoints = decode(self._outputs(images), self._anchors)
+        scores, boxes, keypoints = decode(self.outputs(images), self._anchors)
         return largest_faces(scores, boxes / scale.repeat(2), keypoints / scale, self._threshold)
 
-    def _outputs(self, images: torch.Tensor) -> list[torch.Tensor]:
+    @property
+    def batched(self) -> bool:
+        """Whether the network takes several images at a time."""
+        return self._layout is not None
+
+    def outputs(self, images: torch.Tensor) -> list[torch.Tensor]:
+        """The network's nine outputs, (N, P, C) each, for (N, 3, size, size) normalised as by `letterbox`."""
         if self._layout is None:
             singles = [_batch_first(self._run(image[None]), 1) for image in images]
             return [torch.cat(parts) for parts in zip(*singles, strict=True)]
@@ -96,7 +103,9 @@ class ScrfdDetector:
         """
         noise = torch.rand(2, 3, self._size, self._size, generator=torch.Generator().manual_seed(0))
         images = noise.to(device) * 2 - 1
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            # What onnx2torch's slices are warned of once is a style of indexing, not a result.
+            warnings.filterwarnings("ignore", "Using a non-tuple sequence", UserWarning)
             singles = [self._run(image[None]) for image in images]
             self._check_outputs(singles[0])
             expected = [torch.cat(both) for both in zip(*(_batch_first(s, 1) for s in singles), strict=True)]

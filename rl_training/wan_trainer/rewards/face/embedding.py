@@ -34,8 +34,16 @@ class FaceEmbedder:
         """
         transforms = similarity_transforms(keypoints)
         chunks = zip(index.split(_FACES_AT_ONCE), transforms.split(_FACES_AT_ONCE), strict=True)
-        parts = [checkpoint(self._embed, videos, *chunk, use_reentrant=False) for chunk in chunks]
-        return torch.cat(parts)
+        return torch.cat([self._embed_lightly(videos, *chunk) for chunk in chunks])
+
+    def _embed_lightly(
+        self, videos: torch.Tensor, index: torch.Tensor, transforms: torch.Tensor
+    ) -> torch.Tensor:
+        found = checkpoint(
+            self._embed, videos, index, transforms, use_reentrant=False, preserve_rng_state=False
+        )
+        assert isinstance(found, torch.Tensor)
+        return found
 
     def _embed(self, videos: torch.Tensor, index: torch.Tensor, transforms: torch.Tensor) -> torch.Tensor:
         num_frames = videos.shape[2]
