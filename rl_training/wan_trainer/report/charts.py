@@ -117,14 +117,22 @@ def optimization_chart(metrics: Metrics) -> str | None:
 
 
 def time_chart(metrics: Metrics) -> str | None:
-    """Seconds per update, stacked: preparing rollouts, waiting for rewards, replay, and the rest."""
+    """Seconds per update, stacked: preparing rollouts, waiting for rewards, replay, and the rest.
+
+    Without a ratio, the reward is differentiated where others replay.
+    """
     if not _finite(metrics["step_s"]):
         return None
-    parts = {
-        "prepare (rollout, decode)": metrics["prepare_s"],
-        "reward wait": metrics["reward_wait_s"],
-        "replay": metrics["replay_s"],
-    }
+    waits = {"reward wait": metrics["reward_wait_s"]}
+    parts = (
+        {"prepare (rollout, decode)": metrics["prepare_s"], **waits, "replay": metrics["replay_s"]}
+        if _finite(metrics["ratio_max_dev"])
+        else {
+            "prepare (rollout)": metrics["prepare_s"],
+            **waits,
+            "decode, reward, gradient, update": metrics["replay_s"],
+        }
+    )
     with drawing("time"):
         figure, (axes,) = new_figure(2.8)
         steps = np.asarray(metrics["step"])

@@ -128,8 +128,10 @@ def announce(
         console.print(f"reference policy of the KL term: {what}")
     if model.ema is not None:
         console.print(f"averages of the trained weights: decay {spec.optimizer.ema_decay:g}, float32")
+    group = "" if topology.group_size == 1 else f" x {topology.group_size} rollouts"
+    own = f" and {topology.reward_ranks} of the reward's own" if topology.reward_ranks else ""
     console.print(
-        f"{topology.world} ranks, {topology.prompts} prompts x {topology.group_size} rollouts a batch, "
+        f"{topology.world} ranks{own}, {topology.prompts} prompts{group} a batch, "
         f"{counted(topology.rollouts_per_rank, 'rollout')} a rank, {counted(topology.waves, 'wave')}, "
         f"{counted(total, 'batch')}"
     )
