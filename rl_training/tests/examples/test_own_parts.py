@@ -120,10 +120,10 @@ def test_the_built_in_algorithm_takes_the_other_four(tmp_path: Path, flags: list
         found[name] = (row["policy_loss"], row["grad_norm"], row["clip_fraction"])
     assert found["same"] == found["narrow"] and found["narrow"][2] > 0
     assert found["wide"] != found["narrow"], "the loss is the one that was named"
-    assert {row["sample_id"] for row in rows(out, "rewards.jsonl")} == {
+    assert {row["sample_id"] for row in rows(outs["wide"], "rewards.jsonl")} == {
         f"prompts/{line:08d}" for line in (0, 2)
     }
-    assert json.loads((out / "run.json").read_text())["dataset"] == {
+    assert json.loads((outs["wide"] / "run.json").read_text())["dataset"] == {
         "path": str(prompts),
         "sha256": file_sha256(prompts),
         "manifests": {},
