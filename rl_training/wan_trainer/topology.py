@@ -23,8 +23,8 @@ class FamilyShape:
     """Shape facts of one model family.
 
     patch: transformer patch over latent (frames, height, width). pixel_multiple: VAE stride x patch, what
-    height and width must be multiples of. takes_image, needs_image: a first frame is a condition of it, and
-    it works with one only. pins_first_frame: with one, latent frame 0 is the encoded image and is not sampled.
+    height and width must be multiples of. takes_image, needs_image: it can start from a first frame; it
+    must. pins_first_frame: with one, latent frame 0 is the encoded image and is not sampled.
     """
 
     vae_temporal_stride: int
