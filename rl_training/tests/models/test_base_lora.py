@@ -82,9 +82,24 @@ def original_file(path: Path) -> Path:
     return write(path, tensors)
 
 
+def musubi_file(path: Path) -> Path:
+    """Flat names, as musubi-tuner writes them: every layer of a block, with an alpha each."""
+    generator = torch.Generator().manual_seed(7)
+    shapes = {f"{part}_attn_{name}": (DIM, DIM) for part in ("self", "cross") for name in "qkvo"}
+    tensors: Tensors = {}
+    for block in range(2):
+        for name, (inputs, outputs) in {**shapes, "ffn_0": (DIM, FFN), "ffn_2": (FFN, DIM)}.items():
+            start = f"lora_unet_blocks_{block}_{name}"
+            tensors[f"{start}.lora_down.weight"] = 0.3 * torch.randn(RANK, inputs, generator=generator)
+            tensors[f"{start}.lora_up.weight"] = 0.3 * torch.randn(outputs, RANK, generator=generator)
+            tensors[f"{start}.alpha"] = torch.tensor(4.0)
+    return write(path, tensors)
+
+
 def exported_directory(path: Path, *, diffusers: bool = True) -> Path:
     """An adapter as this trainer exports it: PEFT's layout, and Diffusers' beside it."""
-    config = LoraConfig(r=RANK, lora_alpha=5, target_modules=list(matrices()), rank_pattern={}).to_dict()
+    patterns = {"alpha_pattern": {"ffn.net.2": 9}, "use_rslora": True}
+    config = LoraConfig(r=RANK, lora_alpha=5, target_modules=list(matrices()), **patterns).to_dict()
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
     tensors = {
         f"{layer}.lora_{side}.default.weight": tensor
@@ -129,7 +144,7 @@ def test_merged_weights_are_those_of_diffusers(
     plain = diffusers_file(tmp_path / "plain.safetensors")
     original = original_file(tmp_path / "original.safetensors")
     exported = exported_directory(tmp_path / "exported")
-    for path in (plain, original, exported):
+    for path in (plain, original, musubi_file(tmp_path / "musubi.safetensors"), exported):
         assert_weights(load(family, base_lora=path), fused(directories[family], family, transformer=path))
     # PEFT's layout has the same content, and its alpha in another file.
     peft = exported_directory(tmp_path / "peft", diffusers=False)

@@ -134,7 +134,7 @@ def change_shape(change: _Change) -> torch.Size | None:
 
 
 def _of_layer(pattern: Mapping[str, Any], layer: str, default: Any) -> Any:
-    return pattern.get(get_pattern_key(pattern.keys(), layer), default)
+    return pattern.get(get_pattern_key(list(pattern), layer), default)
 
 
 def _read(file: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, Any] | None]:
