@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -26,6 +27,7 @@ SCORE, FAILED = "score", "failed"
 
 CUSTOM = "--vlm_reward_prompt_mode custom"
 _FENCE = "---"
+_MOST = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def _criteria(name: str, head: str) -> dict[str, float]:
     )
     try:
         parsed: object = yaml.safe_load(head) if head.strip() else {}
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: what looks like a date and is none
         raise wrong from None
     if not isinstance(parsed, dict) or not parsed.keys() <= {"criteria"}:
         raise wrong
@@ -120,7 +122,7 @@ def _criteria(name: str, head: str) -> dict[str, float]:
         raise wrong
     criteria: dict[str, float] = {}
     for key, weight in cast("dict[object, object]", given).items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= _MOST:
             raise wrong
         if not isinstance(key, str) or not key.strip() or key in (SCORE, FAILED):
             raise wrong
