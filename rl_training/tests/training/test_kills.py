@@ -13,11 +13,11 @@ from rl_training.tests.training.runs import tiny_recipe, write_recipe
 
 pytestmark = pytest.mark.slow
 
-# Into the second write, when the first checkpoint is there; while one rollout waits and the next is drawn.
+# One rank, into the second write, when the first checkpoint is there; all, while the first rollout waits and
+# the second is drawn.
 KILLS = [
     Kill(kills.WRITE, 2, 0.005, victim=0, whole=False),
-    Kill("sample", 8, 0.0, victim=1, whole=True),
-    Kill("replay", 1, 0.01, victim=1, whole=False),
+    Kill("sample", 4, 0.0, victim=1, whole=True),
 ]
 
 
