@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import av
 import cv2
 import numpy as np
 import pytest
 
 from wan_trainer.config.specs import DataSpec, RuleRewardSpec
 from wan_trainer.data.dataset import load_dataset
-from wan_trainer.media import read_frames, write_video
+from wan_trainer.media import frame_times, read_frames, write_video
 from wan_trainer.rewards.evalkit import source_sha256
 from wan_trainer.rewards.fast_decode import FastLoader, install
 from wan_trainer.rewards.rule import RuleReward
@@ -99,6 +102,122 @@ def test_a_ground_truth_is_read_once_and_cannot_be_drawn_into(clips: list[str]) 
     write_video(Path(clips[0]), np.zeros((3, 32, 32, 3), np.uint8), 16)
     assert len(loader.load(clips[0])) == 3, "a file that changed is another file"
     assert loader.load("missing.mp4") == []
+
+
+def write(path: Path, frames: np.ndarray) -> str:
+    write_video(path, frames, 16, crf=8)
+    return str(path)
+
+
+def alike(found: Any, expected: Any) -> bool:
+    return len(found) == len(expected) and all(map(np.array_equal, found, expected))
+
+
+@pytest.mark.parametrize("first", ["black", "grey", "still", "still in grey"])
+@pytest.mark.parametrize("variant", ["array of RGB", "every second"])
+def test_a_clip_that_tells_nothing_proves_nothing(
+    first: str, variant: str, clips: list[str], tmp_path: Path
+) -> None:
+    noise = np.random.default_rng(9).integers(0, 256, (13, 32, 32, 3), np.uint8)
+    frames = {
+        "black": np.zeros_like(noise),
+        "grey": np.repeat(noise[..., :1].mean(axis=(1, 2), keepdims=True).astype(np.uint8), 32, axis=1),
+        "still": np.repeat(noise[:1], 13, axis=0),
+        "still in grey": np.full_like(noise, 90),
+    }[first]
+    frames = np.broadcast_to(frames, noise.shape) if first == "grey" else frames
+    loader = FastLoader(VARIANTS[variant])
+    for clip in [write(tmp_path / "first.mp4", np.ascontiguousarray(frames)), *clips]:
+        loader.candidate = clip
+        assert alike(loader.load(clip), VARIANTS[variant](clip)), clip
+
+
+class Instance:
+    """An evaluator that reads by a method of its own."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def frames(self, path: str) -> list[np.ndarray]:
+        return seeking(path, self.most)
+
+
+def test_what_else_is_asked_for_is_part_of_the_format(clips: list[str], tmp_path: Path) -> None:
+    def loader(path: str, mode: str = "", scale: float = 1.0, keep: Any = None) -> list[np.ndarray]:
+        frames = seeking(path)
+        frames = [cv2.cvtColor(frame, cv2.COLOR_BGR2RGB) for frame in frames] if mode == "rgb" else frames
+        return frames[: int(scale * len(frames))] if keep is None else keep(frames)
+
+    fast, odd = FastLoader(loader), lambda frames: frames[::-1]
+    for clip in clips:
+        fast.candidate = clip
+        for words in ({}, {"mode": "rgb"}, {"scale": 0.5}, {"keep": odd}, {"mode": "rgb", "scale": 0.5}):
+            assert alike(fast.load(clip, **words), loader(clip, **words)), words
+    method = FastLoader(Instance.frames, method=True)
+    for most in (13, 4, 9):
+        for clip in clips:
+            method.candidate = clip
+            assert len(method.load(Instance(most), clip)) == most
+
+
+def test_what_is_no_list_of_frames_is_handed_over_as_it_is(clips: list[str], tmp_path: Path) -> None:
+    for plain in (
+        lambda path: (frame for frame in seeking(path)),
+        lambda path: (seeking(path), 16.0),
+        lambda path: {"frames": seeking(path)},
+        lambda path: None,
+    ):
+        loader = FastLoader(plain)
+        for clip in (*clips, clips[0]):
+            found, expected = loader.load(clip), plain(clip)
+            assert type(found) is type(expected)
+            if isinstance(found, tuple):
+                assert alike(found[0], expected[0])
+                found[0][0][:] = 0  # drawn into
+    picture = tmp_path / "picture.txt"
+    picture.write_text("no video")
+    assert FastLoader(seeking).load(str(picture)) == []
+
+
+def test_files_that_count_or_time_otherwise_are_not_taken_for_their_like(tmp_path: Path) -> None:
+    """The same codec, size, rate and number in the header; one starts later in its stream, one stutters."""
+    frames = np.random.default_rng(3).integers(0, 256, (32, 32, 32, 3), np.uint8)
+    even = coded(tmp_path / "even.mp4", frames, "libx264", range(32))
+    trimmed = trim(even, tmp_path / "trimmed.mp4")
+    stutter = coded(tmp_path / "stutter.mp4", frames, "libx264", [*range(10), *range(12, 33), 40])
+    assert len(seeking(trimmed)) < 32 and len(frame_times(Path(trimmed))) == len(seeking(trimmed))
+    assert len(read_frames(Path(trimmed))) == len(seeking(trimmed)), "hidden frames are no damage"
+    loader = FastLoader(seeking)
+    for path in (
+        trimmed,
+        even,
+        stutter,
+        even,
+        trimmed,
+        coded(tmp_path / "m.mp4", frames, "mpeg4", range(32)),
+    ):
+        assert alike(loader.load(path), seeking(path)), path
+
+
+def coded(path: Path, frames: np.ndarray, codec: str, times: Iterable[int]) -> str:
+    """An MP4 of the frames at these sixteenths of a second, a key frame every eight."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=16, options={"g": "8", "bf": "2"})
+        _, stream.height, stream.width, _ = frames.shape
+        stream.pix_fmt = "yuv420p"
+        for time, pixels in zip(times, frames, strict=True):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts, frame.time_base = time, Fraction(1, 16)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return str(path)
+
+
+def trim(source: str, path: Path) -> str:
+    """A copy that begins five frames in: by an edit list, as cutting without encoding does."""
+    command = ["ffmpeg", "-v", "error", "-ss", "0.3", "-i", source, "-c", "copy", str(path)]
+    subprocess.run(command, check=True, timeout=60)
+    return str(path)
 
 
 def test_without_a_loader_of_that_name_nothing_is_replaced() -> None:

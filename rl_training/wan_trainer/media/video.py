@@ -50,6 +50,22 @@ def probe_video(path: Path) -> VideoInfo:
         )
 
 
+def frame_times(path: Path) -> list[int | None]:
+    """When each frame that a reader gets is shown, in the stream's time base and in that order.
+
+    From the packets alone; nothing is decoded. Frames that an edit list hides are left out, which the
+    container's own number counts. None for a time that the file does not tell. Raises UserError when the file
+    is missing, is no video, or ends before its last packet.
+    """
+    with _open(path) as container:
+        stream = container.streams.video[0]
+        packets = [packet for packet in container.demux(stream) if packet.size]
+        times = [packet.pts if packet.pts is not None else packet.dts for packet in packets if _shown(packet)]
+        if not times or len(packets) < stream.frames:
+            raise _incomplete(path, len(packets), stream.frames)
+    return sorted(times, key=lambda time: (time is None, time or 0))
+
+
 def read_frames(path: Path, indices: Sequence[int] | None = None, *, threads: int = 1) -> np.ndarray:
     """Frames of a video as uint8 (F, H, W, 3) RGB.
 
@@ -62,23 +78,30 @@ def read_frames(path: Path, indices: Sequence[int] | None = None, *, threads: in
     last = None if wanted is None else max(wanted)
     needed = None if wanted is None else frozenset(wanted)
     frames: dict[int, np.ndarray] = {}
-    count = 0
+    count = shown = packets = 0
     with _open(path) as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_count = threads
-        for frame in container.decode(stream):
-            if frame.is_corrupt:  # FFmpeg paints over damaged blocks and goes on
-                raise UserError(f"{path}: frame {count} is damaged; replace the file")
-            if needed is None or count in needed:
-                frames[count] = frame.to_ndarray(format="rgb24")
-            count += 1
-            if count - 1 == last:
+        for packet in container.demux(stream):
+            packets += bool(packet.size)
+            shown += bool(packet.size) and _shown(packet)
+            for frame in packet.decode():
+                assert isinstance(frame, av.VideoFrame)
+                if frame.is_corrupt:  # FFmpeg paints over damaged blocks and goes on
+                    raise UserError(f"{path}: frame {count} is damaged; replace the file")
+                if needed is None or count in needed:
+                    frames[count] = frame.to_ndarray(format="rgb24")
+                count += 1
+            if last is not None and count > last:
                 break
         declared = stream.frames
     if last is not None and count <= last:
         raise UserError(f"{path}: has {count} frames, frame {last} is needed; use a longer video")
-    if count == 0 or (last is None and count < declared):
-        raise UserError(f"{path}: only {count} of {declared} frames decode; the file is damaged, replace it")
+    # The container's own number counts what an edit list hides, which has its packets all the same.
+    if count == 0 or (last is None and (count < shown or packets < declared)):
+        raise _incomplete(path, count, max(shown, declared))
+    if len({frame.shape for frame in frames.values()}) > 1:
+        raise UserError(f"{path}: its frames change size on the way; give a video of one size")
     return np.stack([frames[index] for index in (range(count) if wanted is None else wanted)])
 
 
@@ -147,6 +170,15 @@ def _encode(
             frame.pts, frame.time_base = index, 1 / rate
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
+
+
+def _incomplete(path: Path, count: int, declared: int) -> UserError:
+    return UserError(f"{path}: only {count} of {declared} frames decode; the file is damaged, replace it")
+
+
+def _shown(packet: av.Packet) -> bool:
+    """Whether the frame of a packet is shown, and not only decoded for others that are."""
+    return not packet.is_discard
 
 
 @contextmanager

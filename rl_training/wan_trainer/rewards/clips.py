@@ -7,7 +7,7 @@ from collections.abc import Collection
 import numpy as np
 
 from wan_trainer.config.specs import DataSpec
-from wan_trainer.media import fill_and_crop, probe_video, read_frames, read_image
+from wan_trainer.media import fill_and_crop, frame_times, read_frames, read_image
 from wan_trainer.types import Sample
 
 GROUND_TRUTH, STATIC, BLACK = "ground truth", "static", "black"
@@ -38,7 +38,7 @@ def probe_clips(sample: Sample, data: DataSpec, names: Collection[str] = CLIPS) 
 
 def _indices(sample: Sample, num_frames: int) -> list[int] | None:
     assert sample.ground_truth_video is not None
-    count = probe_video(sample.ground_truth_video).num_frames
+    count = len(frame_times(sample.ground_truth_video))
     if count <= num_frames:
         return None
     return [round(index) for index in np.linspace(0, count - 1, num_frames).tolist()]
