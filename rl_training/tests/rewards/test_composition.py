@@ -82,6 +82,42 @@ def test_without_one_of_its_rewards_a_rollout_is_missing_and_keeps_the_others_sc
     assert results[2].components["monitor.judge.score"] == 0.5
 
 
+@dataclass
+class Broken(Given):
+    """A monitor that keeps to no interface."""
+
+    where: str = ""
+
+    def submit(self, videos: np.ndarray, requests: Sequence[RewardRequest]) -> Given:
+        if self.where == "submit":
+            raise RuntimeError("no service")
+        return super().submit(videos, requests)
+
+    def result(self) -> list[RewardResult]:
+        raise RuntimeError("no answer")
+
+
+@pytest.mark.parametrize(("where", "words"), [("submit", "no service"), ("result", "no answer")])
+def test_a_monitor_that_fails_costs_no_run_and_a_trained_reward_does(where, words, caplog):
+    rule = NamedReward("rule", Given(scores(0.2, 0.4, 0.6)), 1.0, "rule.")
+    broken = Broken(scores(0, 0, 0), where=where)
+    results = compose(rule, NamedReward("watch", broken, None, "monitor.watch."))
+    assert [result.reward for result in results] == [0.2, 0.4, 0.6]
+    assert all(result.valid and result.components["monitor.watch.missing"] == 1.0 for result in results)
+    assert words in caplog.text and "watch" in caplog.text
+    with pytest.raises(RuntimeError, match=words):
+        compose(rule, NamedReward("watch", broken, 1.0, "watch."))
+
+
+@pytest.mark.parametrize("weights", [(1e308, 1e308), (1e308, -1e308), (4e307, 1e308)])
+def test_a_sum_that_is_no_number_is_a_missing_reward(weights):
+    parts = [NamedReward(str(i), Given(scores(9, 9, 9)), w, f"{i}.") for i, w in enumerate(weights)]
+    for result in compose(*parts):
+        assert (
+            not result.valid and result.error is not None and "the weighted sum is not finite" in result.error
+        )
+
+
 def test_every_part_is_asked_once_and_closed_once():
     parts = [Given(scores(0, 0, 0)), Given(scores(0, 0, 0))]
     composed = ComposedReward([NamedReward(str(i), part, 1.0, f"{i}.") for i, part in enumerate(parts)])
