@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from wan_trainer.config import GrpoConfig
+from wan_trainer.config import GrpoConfig, load_with_sources, resolve
 from wan_trainer.config.checks import few_steps_warning
 from wan_trainer.types import UserError
 
@@ -22,7 +22,7 @@ CASES = [
     ({"height": 500}, ["height", "500 is not a multiple of 32", "480 or 512"]),
     ({"width": 264, **A14B}, ["width", "264 is not a multiple of 16", "256 or 272"]),
     ({"train_experts": "high"}, ["train_experts", "two-expert", "use both"]),
-    ({"trainer": "refl"}, ["trainer", "refl", "use dancegrpo"]),
+    ({"trainer": "ppo"}, ["trainer", "ppo", "use dancegrpo"]),
     ({"latent_webdataset_dir": "x"}, ["latent_webdataset_dir", "pre-encoded", "dataset_json"]),
     ({"expert_parallel": True}, ["expert_parallel", "use false"]),
     ({"rl_async_rollout": True}, ["rl_async_rollout", "max_off_policy_steps"]),
@@ -212,9 +212,17 @@ def test_building_the_schema_directly_asks_the_same_questions(load):
     assert len(caught.value.problems) == 2
 
 
-def test_few_steps_without_a_few_step_adapter_are_a_warning():
-    assert few_steps_warning("grpo_num_sampling_steps", 9, None) is None
-    assert few_steps_warning("grpo_num_sampling_steps", 8, "storage/lora") is None
-    line = few_steps_warning("grpo_num_sampling_steps", 8, None)
-    assert line is not None and line.startswith("grpo_num_sampling_steps: 8 steps are few")
+def test_eight_steps_of_two_experts_without_a_few_step_adapter_are_a_warning():
+    places = {name: "x" for name in ("PRETRAINED_MODEL", "DATA_PATH", "FACE_MODEL_PATH", "OUTPUT_DIR")}
+
+    def warning(*flags, **env):
+        loaded = load_with_sources(
+            "configs/refl_wan22_i2v_face.yaml", flags, {**places, "EVAL_DATA_PATH": "x", **env}
+        )
+        return few_steps_warning(resolve(loaded.config, cuda_available=True))
+
+    line = warning()
+    assert line is not None and line.startswith("refl_num_sampling_steps: 8 steps are few")
     assert "set base_lora to a few-step adapter" in line
+    assert warning("--refl_num_sampling_steps", "9") is None
+    assert warning(BASE_LORA_PATH="storage/lora") is None

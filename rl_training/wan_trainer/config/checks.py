@@ -14,6 +14,7 @@ from wan_trainer.topology import FAMILIES, check_video_shape, divisors
 
 if TYPE_CHECKING:
     from wan_trainer.config.schema import GrpoConfig
+    from wan_trainer.config.specs import RunSpec
 
 
 def contradictions(config: GrpoConfig) -> list[Problem]:
@@ -23,19 +24,22 @@ def contradictions(config: GrpoConfig) -> list[Problem]:
 
 
 FEW_STEPS = 8
-"""Sampling steps up to which a Wan model needs to be distilled."""
+"""Sampling steps up to which a two-expert model needs to be distilled."""
 
 
-def few_steps_warning(key: str, steps: int, base_lora: object) -> str | None:
-    """A warning for so few sampling steps, the value of `key`, that only a step-distilled model samples well.
+def few_steps_warning(spec: RunSpec) -> str | None:
+    """A warning for a ReFL run of a two-expert model in so few steps that only a distilled one draws well.
 
     Not refused: the weights of model_path may be distilled already.
     """
-    if steps > FEW_STEPS or base_lora is not None:
+    steps, model = spec.sampler.num_steps, spec.model
+    if spec.refl is None or steps > FEW_STEPS or model.base_lora is not None:
+        return None
+    if FAMILIES[model.family].experts == 1:
         return None
     return (
-        f"{key}: {steps} steps are few for a model that is not distilled, and base_lora is null; set "
-        "base_lora to a few-step adapter unless model_path is distilled already, or raise the steps"
+        f"refl_num_sampling_steps: {steps} steps are few for a model that is not distilled, and base_lora is "
+        "null; set base_lora to a few-step adapter unless model_path is distilled already, or raise the steps"
     )
 
 

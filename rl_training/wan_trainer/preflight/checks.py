@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from wan_trainer.config.checks import few_steps_warning
 from wan_trainer.config.device import resolve_device, unbuilt
 from wan_trainer.config.family import known_family
 from wan_trainer.config.resolution import resolve, topology_of
@@ -66,6 +67,8 @@ def run_checks(
         problems += [Finding(line) for line in (heads, check_adapters(model, spec.model)) if line]
     problems += check_start(spec)
     problems += check_base(spec.model, readable=not model_lines)
+    few = few_steps_warning(spec)
+    problems += [Finding(few, "warning")] if few else []
     problems += check_openings(spec)
     problems += check_refl(spec, family, readable=not model_lines)
     problems += check_inputs(spec, topology, env, family)

@@ -13,6 +13,7 @@ from rich.console import Console
 
 import wan_trainer
 from wan_trainer.config import LoadedConfig, group_digests, public_values
+from wan_trainer.config.checks import few_steps_warning
 from wan_trainer.config.device import CPU_SOURCE
 from wan_trainer.config.specs import AlgorithmName, OptimizerSpec, RuleRewardSpec, RunSpec, Target
 from wan_trainer.data.dataset import Dataset
@@ -147,6 +148,9 @@ def announce(
     warning = unfinished_warmup(spec.optimizer, updates)
     if warning is not None:
         console.print(warning)
+    few = few_steps_warning(spec)
+    if few is not None:
+        console.print(f"warning: {few}")
     console.print(f"output: {spec.output.output_dir}")
 
 
