@@ -5,6 +5,7 @@ import json
 import pytest
 
 from wan_trainer.config import keys, resolve
+from wan_trainer.config.algorithm_sections import GrpoSection, RuleRewardSection, VlmRewardSection
 from wan_trainer.types import UserError
 
 COMPILED = {"torch_compile": True}
@@ -155,7 +156,7 @@ CHANGES = {
     "vlm_reward_error_score": (0.0, {}),
     "vlm_reward_log_first_n": (0, {}),
     "latent_webdataset_dir": ("storage/latents", {}),
-    "trainer": ("refl", {}),
+    "trainer": ("ppo", {}),
     "expert_parallel": (True, {}),
     "rl_train_node_count": (1, {}),
     "rl_train_rank_count": (1, {}),
@@ -165,6 +166,23 @@ CHANGES = {
     "rl_async_rollout_prefetch_steps": (1, {}),
     "rl_split_debug_logs": (True, {}),
 }
+REFL = {
+    "roles": ({"reward": {"_target_": "mine.rewards.Other"}}, {}),
+    "refl_algorithm": ("drtune", {}),
+    "refl_first_grad_step": (20, {}),
+    "refl_last_grad_step": (23, {}),
+    "refl_num_sampling_steps": (10, {}),
+    "refl_cfg_scale": (5.0, {}),
+    "refl_cfg_grad": ("both", {"refl_cfg_scale": 5.0}),
+    "refl_weight": (-0.5, {}),
+    "refl_baseline": (0.5, {}),
+    "refl_scale": (2.0, {}),
+    "refl_kl_coeff": (0.1, {}),
+    "refl_fixed_noise": (True, {}),
+    "refl_sample_batch_size": (2, {}),
+}
+"""What only `trainer: refl` reads."""
+
 REFUSED = {
     "latent_webdataset_dir",
     "trainer",
@@ -181,7 +199,7 @@ def reward_of(name: str) -> str:
 
 
 def test_the_table_names_every_key():
-    assert set(CHANGES) == set(keys())
+    assert set(CHANGES) | set(REFL) == set(keys())
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -216,3 +234,60 @@ def test_without_the_process_pool_a_rank_has_one_scorer(load):
     config = load(vbvr_reward_cpu_workers=4, vbvr_reward_use_process_pool=False).config
     rule = resolve(config, cuda_available=False).reward.rule
     assert rule is not None and rule.workers == 1
+
+
+UNREAD = {
+    *GrpoSection.model_fields,
+    *RuleRewardSection.model_fields,
+    *VlmRewardSection.model_fields,
+    "grpo_shared_prompt_batch",
+    "grpo_shared_prompt_microbatch_size",
+}
+"""What ReFL does not read."""
+
+IN_REFL = {
+    **{name: change for name, change in CHANGES.items() if name not in UNREAD},
+    **REFL,
+    "train_experts": ("high", {"model_family": "t2v-a14b"}),
+    "negative_prompt": ("blurry", {"refl_cfg_scale": 4.0}),
+    "trainer": ({"_target_": "mine.algorithms.Own"}, {}),
+    "refl_first_grad_step": (20, {"refl_last_grad_step": 22}),
+    "refl_last_grad_step": (22, {"refl_first_grad_step": 20}),
+}
+
+
+@pytest.mark.parametrize("name", IN_REFL)
+def test_a_key_changes_a_resolved_refl_run_or_is_refused(load, name):
+    value, context = IN_REFL[name]
+    before = resolve(load(reward="refl", **context).config, cuda_available=True)
+    if name in REFUSED:
+        with pytest.raises(UserError) as refused:
+            load(reward="refl", **{**context, name: value})
+        # The roles of another trainer are what is too much.
+        start = "roles " if name == "trainer" else f"{name} "
+        assert any(line.startswith(start) for line in refused.value.problems)
+        return
+    after = resolve(load(reward="refl", **{**context, name: value}).config, cuda_available=True)
+    assert after != before
+
+
+@pytest.mark.parametrize("name", sorted(UNREAD))
+def test_a_key_that_refl_does_not_read_is_refused_in_it(load, name):
+    value, context = CHANGES[name]
+    others = {key: part for key, part in context.items() if key in UNREAD}
+    if name == "vlm_reward_prompt_mode":
+        value = "custom"  # the base's other value is the default here
+    with pytest.raises(UserError) as refused:
+        load(reward="refl", **{**others, name: value})
+    lines = [line for line in refused.value.problems if line.startswith(f"{name} ")]
+    assert len(lines) == 1 and "trainer: refl; remove it" in lines[0]
+
+
+@pytest.mark.parametrize("name", REFL)
+def test_a_key_of_refl_is_refused_in_grpo(load, name):
+    value, _ = REFL[name]
+    with pytest.raises(UserError) as refused:
+        load(**{name: value})
+    assert any(
+        line.startswith(f"{name} ") and "trainer: refl only" in line for line in refused.value.problems
+    )

@@ -128,8 +128,7 @@ def test_a_run_without_metrics_is_said(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--algorithm", "refl"], "not built"),
-        (["--algorithm=ppo"], "ppo"),
+        (["--algorithm=ppo"], "'ppo'; use grpo or refl"),
         (["--steps", "many"], "--steps"),
         (["--nproc=0"], "--nproc"),
         (["--steps"], "needs a value"),

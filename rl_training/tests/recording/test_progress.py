@@ -28,6 +28,13 @@ def test_a_line_says_policy_age_and_what_went_missing(step_record: MakeRecord) -
     assert "SKIPPED" in line
 
 
+def test_a_line_without_a_ratio_names_none(step_record: MakeRecord) -> None:
+    none = dict.fromkeys(("ratio_mean", "ratio_max_dev", "clip_fraction", "approx_kl"), math.nan)
+    line = describe(step_record(**none, kl_loss=0.0))
+    assert "ratio" not in line and "clip" not in line and "nan" not in line and "KL" not in line
+    assert "KL loss 2.500e-02" in describe(step_record(**none, kl_loss=0.025))
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

@@ -7,6 +7,8 @@ import pytest
 
 from wan_trainer.config import load_config, resolve, trainer_root
 from wan_trainer.data.dataset import load_dataset
+from wan_trainer.data.prompt_list import read_prompts
+from wan_trainer.models.wan.directory import read_directory
 from wan_trainer.rewards.evalkit import source_sha256
 from wan_trainer.tiny import world as tiny_world
 from wan_trainer.tiny.warmup import WarmupSpec
@@ -89,6 +91,25 @@ def test_command_line_prints_the_facts(
     monkeypatch.setattr(tiny_world, "build", lambda *_, **__: built)
     assert tiny_world.main(["--out", str(built.root)]) == 0
     assert f"dataset_json: {built.dataset_json}" in capsys.readouterr().out.splitlines()
+
+
+def test_a_world_of_prompts_is_what_the_refl_quickstart_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--out", str(tmp_path / "world"), "--family", "t2v-1.3b"]
+    assert tiny_world.main(arguments) == 0
+    facts = json.loads((tmp_path / "world" / "world.json").read_text())
+    assert f"prompts: {facts['prompts']}" in capsys.readouterr().out.splitlines()
+    before = times(tmp_path)
+    assert tiny_world.main(arguments) == 0 and times(tmp_path) == before
+
+    overrides = [*facts["overrides"], "--output_dir", str(tmp_path / "run"), "--device", "cpu"]
+    config = load_config(trainer_root() / "configs" / "quickstart_refl.yaml", overrides)
+    spec = resolve(config, cuda_available=False)
+    assert read_directory(spec.model.path, spec.model.family).family == "t2v-1.3b"
+    prompts = {sample.prompt for sample in load_dataset(spec.data)}
+    held_out = {sample.prompt for sample in read_prompts(Path(facts["eval_prompts"]))}
+    assert len(prompts) == 24 and held_out and not prompts & held_out
 
 
 def test_command_line_reports_user_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
