@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from wan_trainer.config.family import known_family
 from wan_trainer.config.load import load_with_sources
@@ -52,5 +53,5 @@ def table(probes: Sequence[TaskProbe]) -> Table:
     shown = Table(Column("task", overflow="fold"), *CLIPS)
     for probe in probes:
         cells = ("-" if math.isnan(value) else f"{value:.3f}" for value in probe.means.values())
-        shown.add_row(probe.task, *cells)
+        shown.add_row(Text(probe.task), *cells)
     return shown

@@ -5,26 +5,32 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from wan_trainer.config.family import known_family
 from wan_trainer.config.load import load_with_sources
 from wan_trainer.config.specs import RewardSpec
 from wan_trainer.data.dataset import Dataset, load_dataset
+from wan_trainer.media import kept_frames
 from wan_trainer.preflight.checks import resolve_here
+from wan_trainer.recording.jsonl import encode
 from wan_trainer.rewards.build import build_reward
 from wan_trainer.rewards.files import FileScore, VideoFile, score_files
+from wan_trainer.rewards.messages import one_line
 from wan_trainer.targets import make_importable
 from wan_trainer.types import EXIT_DONE, EXIT_FAILURE, UserError, first_line
 
 WINDOW = 32
-"""Most videos that are decoded and wait for a score: 2 GB for 81 frames of 512 x 512."""
+"""Most videos that are decoded and wait for a score."""
+
+ADVISED = 20
+"""Videos without a sample for which the nearest is looked up: among 50,000 names it takes seconds."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -52,18 +58,24 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     scores: list[FileScore] = []
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("w", encoding="utf-8") as stream:
+        with out.open("wb") as stream:
             for score in score_files(reward, files, _window(spec.reward)):
-                stream.write(json.dumps(row(score, directory), allow_nan=False) + "\n")
+                stream.write(encode(row(score, directory)) + b"\n")
                 stream.flush()
                 if score.result.error is not None:
-                    print(f"{score.file.path}: no score: {score.result.error}", file=sys.stderr, flush=True)
+                    print(
+                        _shown(f"{score.file.path}: no score: {score.result.error}"),
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 scores.append(score)
     except OSError as error:
         raise UserError(f"--out: {out}: {error.strerror}; name a file that can be written") from error
     finally:
         reward.close()
     Console().print(table(scores))
+    for line in cut_short(scores, spec.reward):
+        print(f"warning   {line}")
     missing = sum(not score.result.valid for score in scores)
     print(f"score     {len(scores) - missing} of {len(scores)} videos have a score: {out}")
     return EXIT_FAILURE if missing else EXIT_DONE
@@ -75,11 +87,16 @@ def video_files(directory: Path, dataset: Dataset) -> list[VideoFile]:
         raise UserError(
             f"--videos: {directory} is not a directory; give one that holds <task>/<sample id>.mp4"
         )
-    paths = sorted(directory.rglob("*.mp4"))
+    # The first pattern follows no links; task directories often are.
+    paths = sorted({*directory.rglob("*.mp4"), *directory.glob("*/*.mp4")})
     if not paths:
         raise UserError(f"--videos: {directory} holds no .mp4; it must hold <task>/<sample id>.mp4")
     places = {name: index for index, name in enumerate(dataset.sample_ids())}
-    files = [_video_file(path, directory, dataset, places) for path in paths]
+    files: list[VideoFile] = []
+    advised = ADVISED
+    for path in paths:
+        files.append(_video_file(path, directory, dataset, places, advise=advised > 0))
+        advised -= files[-1].sample is None
     if all(file.sample is None for file in files):
         raise UserError(
             f"--videos: none of the {len(files)} videos in {directory} can be scored "
@@ -113,16 +130,38 @@ def table(scores: Sequence[FileScore]) -> Table:
         rewards = [score.result.reward for score in group if score.result.valid]
         values = (sum(rewards) / len(rewards), min(rewards), max(rewards)) if rewards else ()
         cells = [f"{value:.3f}" for value in values] or ["-"] * 3
-        shown.add_row(task, str(len(group)), str(len(rewards)), *cells)
+        # Text, not markup: a directory may be called anything.
+        shown.add_row(Text(_shown(task)), str(len(group)), str(len(rewards)), *cells)
     return shown
 
 
-def _video_file(path: Path, directory: Path, dataset: Dataset, places: dict[str, int]) -> VideoFile:
+def cut_short(scores: Sequence[FileScore], spec: RewardSpec) -> list[str]:
+    """A line about videos that are longer than the evaluator sees."""
+    rule = spec.rule
+    if rule is None:
+        return []
+    longest = max((score.frames for score in scores), default=0)
+    kept = kept_frames(longest, rule.fps, rule.max_duration_s)
+    long = sum(score.frames > kept for score in scores) if longest > kept else 0
+    return (
+        []
+        if not long
+        else [
+            f"{long} videos are longer than the {kept} frames that vbvr_reward_max_duration_seconds "
+            f"{rule.max_duration_s:g} keeps at {rule.fps} fps: their end was not scored; raise it to "
+            f"{longest / rule.fps:g} to score all {longest} frames of the longest"
+        ]
+    )
+
+
+def _video_file(
+    path: Path, directory: Path, dataset: Dataset, places: dict[str, int], *, advise: bool
+) -> VideoFile:
     name = path.relative_to(directory).with_suffix("").as_posix()
     task = name.rpartition("/")[0]
     place = places.get(name)
     if place is None:
-        near = difflib.get_close_matches(name, places, 1)
+        near = difflib.get_close_matches(name, places, 1) if advise else []
         advice = f"; the nearest is {near[0]}" if near else ""
         return VideoFile(path, task, name, None, f"the dataset has no sample {name}{advice}")
     try:
@@ -130,6 +169,11 @@ def _video_file(path: Path, directory: Path, dataset: Dataset, places: dict[str,
     except UserError as error:
         return VideoFile(path, task, name, None, first_line(error))
     return VideoFile(path, sample.task, name, sample)
+
+
+def _shown(text: str) -> str:
+    """One line that any terminal takes: file names hold line ends, and bytes that are no text."""
+    return one_line(text, limit=2000).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _window(spec: RewardSpec) -> int:

@@ -23,7 +23,7 @@ def probe_evaluator(
 ) -> list[TaskProbe]:
     """The evaluator's verdicts on the clips of `samples`, as a run asks for them; see `probe_reward`.
 
-    Raises UserError when the evaluator cannot be used or a sample cannot be read.
+    Raises UserError when the evaluator cannot be used.
     """
     tried = replace(
         spec,

@@ -18,7 +18,7 @@ def probe_judge(spec: VlmRewardSpec, data: DataSpec, samples: Sequence[Sample]) 
     """The judge's verdicts on the clips of each sample, asked for as a run asks.
 
     A failed verdict is an error here, whatever the run makes of it. Raises UserError when the rubrics cannot
-    be used or a sample cannot be read.
+    be used.
     """
     asked = replace(
         spec, validate_service=False, error_score=None, log_first_n=0, max_pending_jobs=len(CLIPS_JUDGED)

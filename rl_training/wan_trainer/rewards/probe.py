@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import numpy as np
 
 from wan_trainer.config.specs import DataSpec
 from wan_trainer.rewards.clips import BLACK, CLIPS, GROUND_TRUTH, SHUFFLED, STATIC, probe_clips
-from wan_trainer.types import Reward, RewardRequest, RewardResult, Sample, SampleId
+from wan_trainer.types import Reward, RewardRequest, RewardResult, Sample, SampleId, UserError, first_line
 
 SUSPICIOUS_SHARE = 0.5
 """Of the ground truth's reward: a worthless clip that earns as much can be learnt."""
@@ -35,7 +36,7 @@ class Probe:
         return {
             name: result.reward
             for name, result in self.results.items()
-            if name in WORTHLESS and result.valid and result.reward >= SUSPICIOUS_SHARE * truth.reward
+            if name in WORTHLESS and result.valid and _rivals(result.reward, truth.reward)
         }
 
 
@@ -60,7 +61,7 @@ class TaskProbe:
             f"task {self.task}: the {name} clip scores {means[name]:.3f}, the ground truth {truth:.3f}: "
             "a policy can learn that instead of the task; mend its evaluator or leave the task out"
             for name in WORTHLESS
-            if means[name] >= SUSPICIOUS_SHARE * truth  # false where one is nan
+            if _rivals(means[name], truth)
         ]
         for probe in self.probes:
             for name, result in probe.results.items():
@@ -82,14 +83,18 @@ def probe_reward(
 ) -> Iterator[Probe]:
     """The reward's verdicts on the clips of each sample; the clips of one sample are scored side by side.
 
-    Once budget_s seconds have passed no further sample is begun. Raises UserError when a sample's files
-    cannot be read.
+    Once budget_s seconds have passed no further sample is begun. A sample whose files cannot be read has no
+    verdict on its ground truth.
     """
     started = time.monotonic()
     for index, sample in enumerate(samples):
         if budget_s is not None and time.monotonic() - started > budget_s:
             return
-        clips = probe_clips(sample, data, names)
+        try:
+            clips = probe_clips(sample, data, names)
+        except UserError as error:  # one broken file costs its sample, and not the table of all tasks
+            yield Probe(sample, {GROUND_TRUTH: _unread(index, error)})
+            continue
         pending = {
             name: reward.submit(
                 np.ascontiguousarray(clip)[None], [RewardRequest(SampleId(0, index, member), sample)]
@@ -105,6 +110,18 @@ def by_task(probes: Sequence[Probe]) -> list[TaskProbe]:
     for probe in probes:
         groups.setdefault(probe.sample.task, []).append(probe)
     return [TaskProbe(task, tuple(group)) for task, group in groups.items()]
+
+
+def _rivals(reward: float, truth: float) -> bool:
+    """Whether a worthless clip earns so much that it can be learnt; false where one is nan.
+
+    Half of a negative truth would be more than the truth.
+    """
+    return reward >= (SUSPICIOUS_SHARE * truth if truth > 0 else truth)
+
+
+def _unread(index: int, error: UserError) -> RewardResult:
+    return RewardResult(SampleId(0, index, 0), math.nan, error=first_line(error))
 
 
 def _mean(probes: Sequence[Probe], name: str) -> float:
