@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import torch
 import torch.distributed as dist
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 
 from wan_trainer.config.specs import VaeTiling
 from wan_trainer.models.wan.load import WanComponents
 from wan_trainer.models.wan.vae_backward import Objective, result_and_gradient
-from wan_trainer.models.wan.vae_decoder import decode_frames
+from wan_trainer.models.wan.vae_decoder import decode_frames, decode_videos
 from wan_trainer.models.wan.vae_tiles import TileGrid, at_least_float32, decode_tiled, tile_grid
 
 
@@ -65,14 +69,14 @@ def decode_differentiable(
     """Decode (N, z, f, h, w) normalised latents to float32 pixels (N, 3, F, H, W) in [0, 1] with a gradient.
 
     The pixels of `decode` before they are rounded; the VAE's parameters get no gradient. Without autograd it
-    keeps nothing. tiling None: exact. group: of `tiling.parallel`, ranks that hold the same x0, call together
-    and differentiate the same function of the pixels. The caller makes the VAE resident until after the
-    backward pass, which computes activations again.
+    is `decode` in float32, one video a call. tiling None: exact. group: of `tiling.parallel`, ranks that hold
+    the same x0, call together and differentiate the same function of the pixels. The caller makes the VAE
+    resident until after the backward pass, which computes activations again.
     """
+    piece = partial(_unit_pixels, components, decode_videos)
     if tiling is None:
-        return _unit_pixels(components, x0)
-    grid = _grid(components, x0, tiling, group)
-    return decode_tiled(lambda part: _unit_pixels(components, part), x0, grid, _frames(components, x0))
+        return piece(x0)
+    return decode_tiled(piece, x0, _grid(components, x0, tiling, group), _frames(components, x0))
 
 
 def differentiate_decoded[T](
@@ -88,22 +92,27 @@ def differentiate_decoded[T](
     loss's gradient for x0: float32, shaped as x0). The VAE is resident while it decodes, not while the
     objective runs. Other arguments as for `decode_differentiable`.
     """
-
-    def piece(part: torch.Tensor) -> torch.Tensor:
-        return _unit_pixels(components, part)
-
-    grid = _grid(components, x0, tiling, group)
     return result_and_gradient(
-        piece, x0, objective, grid, _frames(components, x0), lambda: components.resident(components.vae)
+        # The same decoder in both phases; the first one takes no more memory than the second.
+        partial(_unit_pixels, components, decode_frames),
+        x0,
+        objective,
+        _grid(components, x0, tiling, group),
+        _frames(components, x0),
+        lambda: components.resident(components.vae),
     )
 
 
-def _unit_pixels(components: WanComponents, x0: torch.Tensor) -> torch.Tensor:
+def _unit_pixels(
+    components: WanComponents,
+    decoder: Callable[[AutoencoderKLWan, torch.Tensor], torch.Tensor],
+    x0: torch.Tensor,
+) -> torch.Tensor:
     vae = components.vae
     mean, inverse_std = _statistics(components, vae.dtype)
     latents = x0.to(components.device, vae.dtype) / inverse_std + mean
     # As in `decode`: this much in the VAE's dtype.
-    pixels = decode_frames(vae, latents) * 0.5 + 0.5
+    pixels = decoder(vae, latents) * 0.5 + 0.5
     return pixels.to(at_least_float32(pixels.dtype))
 
 

@@ -53,6 +53,16 @@ def decode_frames(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
     return x.clamp(-1.0, 1.0)
 
 
+def decode_videos(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
+    """`decode_frames` where a gradient is asked for; else Diffusers' own decode, one video after the other.
+
+    The memory of the latter does not grow with the frames. Both round differently.
+    """
+    if torch.is_grad_enabled() and latents.requires_grad:
+        return decode_frames(vae, latents)
+    return torch.cat([vae.decode(video, return_dict=False)[0] for video in latents.split(1)])
+
+
 def _run(segment: Segment, x: torch.Tensor) -> torch.Tensor:
     """`segment(x)`, computed again in the backward pass instead of keeping its activations."""
     if not (torch.is_grad_enabled() and x.requires_grad):
