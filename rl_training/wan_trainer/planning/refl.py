@@ -9,8 +9,8 @@ from wan_trainer.config.specs import ReflSpec, RunSpec
 from wan_trainer.topology import Topology, counted
 
 NOT_COUNTED = (
-    "not counted: the reward's networks with their activations, and the VAE's backward pass; both are per "
-    "chunk of refl_sample_batch_size videos, never at once (docs/refl.md, docs/performance.md)"
+    "not counted: the reward's networks with their activations for refl_sample_batch_size videos, and the "
+    "VAE's decodes; the latter's backward pass, of one video, comes after the reward's (docs/refl.md)"
 )
 
 
