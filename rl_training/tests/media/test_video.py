@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from av.error import FFmpegError
 
-from wan_trainer.media import probe_video, read_frames, write_video
+from wan_trainer.media import frame_times, probe_video, read_frames, write_video
 from wan_trainer.types import UserError
 
 LEVELS_APART = 5
@@ -184,6 +184,28 @@ def test_truncated_videos_are_refused(clip: Path, tmp_path: Path, share: float) 
     with pytest.raises(UserError) as caught:
         read_frames(path)
     one_line(caught.value, path)
+
+
+def test_a_file_that_ends_between_two_frames_is_refused_by_its_packets_too(
+    clip: Path, tmp_path: Path
+) -> None:
+    assert frame_times(clip) == sorted(set(frame_times(clip))) and len(frame_times(clip)) == 33
+    whole, cut = tmp_path / "whole.mp4", tmp_path / "cut.mp4"
+    with av.open(str(clip)) as source:
+        with av.open(str(whole), "w", options={"movflags": "faststart"}) as target:
+            copied = target.add_stream_from_template(source.streams.video[0])
+            for packet in source.demux(video=0):
+                if packet.size:
+                    packet.stream = copied
+                    target.mux(packet)
+    with av.open(str(whole)) as container:
+        ends = [packet.pos + packet.size for packet in container.demux(video=0) if packet.size]
+    assert len(frame_times(whole)) == 33
+    cut.write_bytes(whole.read_bytes()[: ends[8]])
+    for read in (frame_times, read_frames):
+        with pytest.raises(UserError) as caught:
+            read(cut)
+        one_line(caught.value, cut)
 
 
 def painted_over(path: Path) -> bool:
