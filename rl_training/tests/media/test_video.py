@@ -191,13 +191,15 @@ def test_a_file_that_ends_between_two_frames_is_refused_by_its_packets_too(
 ) -> None:
     assert frame_times(clip) == sorted(set(frame_times(clip))) and len(frame_times(clip)) == 33
     whole, cut = tmp_path / "whole.mp4", tmp_path / "cut.mp4"
-    with av.open(str(clip)) as source:
-        with av.open(str(whole), "w", options={"movflags": "faststart"}) as target:
-            copied = target.add_stream_from_template(source.streams.video[0])
-            for packet in source.demux(video=0):
-                if packet.size:
-                    packet.stream = copied
-                    target.mux(packet)
+    with (
+        av.open(str(clip)) as source,
+        av.open(str(whole), "w", options={"movflags": "faststart"}) as target,
+    ):
+        copied = target.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.size:
+                packet.stream = copied
+                target.mux(packet)
     with av.open(str(whole)) as container:
         ends = [packet.pos + packet.size for packet in container.demux(video=0) if packet.size]
     assert len(frame_times(whole)) == 33
