@@ -24,17 +24,17 @@ from wan_trainer.types import EXIT_DONE, EXIT_STOPPED, Chunk, PendingRewards, Re
 
 pytestmark = pytest.mark.slow
 
-AT, BATCHES = 2, 6
+AT, BATCHES = {"SIGTERM": 1, "failure": 2}, 4
 
 
 class _Disturbed(MeanColour):
-    """A reward during which something happens to rank 1, in the middle of the rollout of batch `AT`."""
+    """A reward during which something happens to rank 1, in the middle of the rollout of a batch of `AT`."""
 
     def __init__(self, what: str) -> None:
         self._what = what
 
     def submit(self, videos: np.ndarray, requests: Sequence[RewardRequest]) -> PendingRewards:
-        if os.environ["RANK"] == "1" and requests[0].id.step == AT:
+        if os.environ["RANK"] == "1" and requests[0].id.step == AT.get(self._what):
             if self._what == "SIGTERM":
                 os.kill(os.getpid(), signal.SIGTERM)
             elif self._what == "failure":
@@ -94,7 +94,7 @@ def test_a_failure_on_one_rank_ends_all_and_the_record_says_where_it_was(
     assert sample
     reason = record["reason"]
     assert reason.startswith(
-        f"ZeroDivisionError: a reward that fails (rank 1, phase submit, step {AT}, samples "
+        f"ZeroDivisionError: a reward that fails (rank 1, phase submit, step {AT['failure']}, samples "
     )
     assert "/" in reason.partition("samples ")[2]
     # The rank that only missed the other one says what that one said.
@@ -107,9 +107,10 @@ def test_a_signal_to_one_rank_in_a_rollout_stops_all_after_saving(recipe: Path, 
     answers = _outcomes(recipe, "SIGTERM")
     assert [answer[1][0] for answer in answers] == [EXIT_STOPPED] * 2, answers
     checkpoint = latest_checkpoint(run_dir)
-    assert checkpoint is not None and checkpoint.name == f"checkpoint-{AT + 1}"
+    trained = AT["SIGTERM"] + 1
+    assert checkpoint is not None and checkpoint.name == f"checkpoint-{trained}"
     verify_checkpoint(checkpoint)
-    assert [row["batch"] for row in rows(run_dir, "metrics.jsonl")] == list(range(AT + 1))
+    assert [row["batch"] for row in rows(run_dir, "metrics.jsonl")] == list(range(trained))
     assert json.loads((run_dir / "run.json").read_text())["exit_status"] == EXIT_STOPPED
 
     # The continued run meets a loss that is not finite on one rank, in its last, delayed batch.
