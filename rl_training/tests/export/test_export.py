@@ -31,6 +31,8 @@ from wan_trainer.recording.manifest import hash_files
 from wan_trainer.training.checkpoint import TrainState, save_checkpoint
 from wan_trainer.training.ema import Ema
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 LORA = LoraSpec(rank=4, alpha=6.0, target_modules=("to_q", "to_v", "net.2"), module_prefix=None)
 

@@ -29,6 +29,8 @@ from wan_trainer.models.wan.parallelize import dp_mesh, parallelize
 from wan_trainer.models.wan.policy import WanPolicy, build_policy
 from wan_trainer.training.optimizer import Updater, build_optimizer
 
+pytestmark = pytest.mark.slow
+
 LORA = LoraSpec(rank=4, alpha=8.0, target_modules=("to_q", "to_v"), module_prefix=None)
 SAMPLES = 4
 

@@ -23,6 +23,8 @@ from wan_trainer.models.wan.policy import WanPolicy, build_policy
 from wan_trainer.models.wan.tensor_parallel import ShardedRMSNorm
 from wan_trainer.types import UserError
 
+pytestmark = pytest.mark.slow
+
 FOURS = ("fsdp4", "hsdp2x2", "tp2 x fsdp2")
 
 
