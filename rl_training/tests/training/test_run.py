@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ from wan_trainer.training.run import plan_start, train
 from wan_trainer.training.session import local_prompts
 from wan_trainer.types import PendingRewards, RewardRequest, RewardResult, UserError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def recipe(tmp_path: Path, tiny_ti2v: Path, tiny_dataset: Path, tiny_evalkit: TinyEvalkit) -> Path:
@@ -46,9 +49,9 @@ def recipe(tmp_path: Path, tiny_ti2v: Path, tiny_dataset: Path, tiny_evalkit: Ti
         "model_path": str(tiny_ti2v),
         "model_family": "ti2v-5b",
         "dataset_json": str(tiny_dataset),
-        "num_frames": 9,
-        "height": 64,
-        "width": 64,
+        "num_frames": 5,
+        "height": 32,
+        "width": 32,
         "fps": 16,
         "output_dir": str(tmp_path / "run"),
         "batch_size": 2,
@@ -129,32 +132,38 @@ def test_a_run_ends_with_everything_a_reader_needs(recipe: Path, tmp_path: Path)
     assert not list((tmp_path / "scratch").glob("scorer-*"))
 
 
+def _starts(recipe: str, run: str) -> list[tuple[Any, str]]:
+    """Starts of one run, each after the other: what it came to, and the metrics it left."""
+    starts: list[tuple[list[str], list[str]]] = [
+        ([], []),
+        ([], []),
+        (["--seed", "7", "--shuffle_raw_indices_seed", "42"], []),
+        (
+            ["--max_steps", "4", "--save_steps", "4", "--gradient_accumulation_steps", "4"],
+            ["gradient_accumulation_steps"],
+        ),
+        (["--max_steps", "3"], []),
+    ]
+    seen: list[tuple[Any, str]] = []
+    for overrides, allowed in starts:
+        came_to = _train(recipe, 1, overrides, allowed)
+        seen.append((came_to, (Path(run) / "metrics.jsonl").read_text()))
+    return seen
+
+
 def test_a_run_continues_completes_and_refuses_another_seed(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert run_ranks(1, _train, str(recipe), 1, []) == [0]
-    before = (run / "metrics.jsonl").read_bytes()
-
-    assert run_ranks(1, _train, str(recipe), 1, []) == [0], "a complete run says so"
-    assert (run / "metrics.jsonl").read_bytes() == before
-    ((refused,),) = run_ranks(1, _train, str(recipe), 1, ["--seed", "7", "--shuffle_raw_indices_seed", "42"])
+    ((first, complete, other_seed, other_window, continued),) = run_ranks(1, _starts, str(recipe), str(run))
+    assert first[0] == 0
+    assert complete == first, "a complete run says so"
+    ((refused,), metrics) = other_seed
     assert refused.startswith("seed: 7 differs from 42") and "--allow_changed seed" in refused
-    assert (run / "metrics.jsonl").read_bytes() == before
-
-    window = ["--max_steps", "4", "--save_steps", "4", "--gradient_accumulation_steps", "4"]
-    ((refused,),) = run_ranks(1, _train, str(recipe), 1, window, ["gradient_accumulation_steps"])
+    assert metrics == first[1]
+    ((refused,), _) = other_window
     assert refused.startswith("gradient_accumulation_steps: 4 does not divide the 2 batches")
-
-    assert run_ranks(2, _train, str(recipe), 2, ["--max_steps", "4"]) == [0, 0], "on two ranks now"
-    assert [row["batch"] for row in _rows(run, "metrics.jsonl")] == [0, 1, 2, 3]
-    assert read_train_state(run / "checkpoint-4").step == 4
-
-    whole = tmp_path / "whole"
-    overrides = ["--max_steps", "4", "--output_dir", str(whole)]
-    assert run_ranks(1, _train, str(recipe), 1, overrides) == [0]
-    continued, uninterrupted = (_rows(path, "rewards.jsonl") for path in (run, whole))
-    assert [row["reward"] for row in continued] == pytest.approx(
-        [row["reward"] for row in uninterrupted], abs=2e-3
-    )
+    assert continued[0] == 0 and continued[1].startswith(first[1])
+    assert [row["batch"] for row in _rows(run, "metrics.jsonl")] == [0, 1, 2]
+    assert read_train_state(run / "checkpoint-3").step == 3
 
 
 class _MeanColour:
@@ -245,15 +254,25 @@ def _first_update(recipe: str, world: int, overrides: list[str]) -> dict[str, An
     return seen
 
 
-@pytest.mark.parametrize(
-    "changed", [[], ["--grpo_shared_prompt_microbatch_size", "1"]], ids=["ranks", "waves"]
-)
-def test_two_ranks_draw_the_same_noise_and_get_the_same_gradients(recipe: Path, changed: list[str]) -> None:
+def _first_updates(recipe: str, world: int, changes: list[list[str]]) -> list[dict[str, Any]]:
+    """`_first_update` under each list of overrides."""
+    seen: list[dict[str, Any]] = []
+    for overrides in changes:
+        seen.append(_first_update(recipe, world, overrides))
+        torch.distributed.destroy_process_group()
+    return seen
+
+
+def test_two_ranks_draw_the_same_noise_and_get_the_same_gradients(recipe: Path) -> None:
     # Equal chunks: two rollouts a call everywhere.
     chunks = ["--grpo_sample_batch_size", "2"]
-    (alone,) = run_ranks(1, _first_update, str(recipe), 1, chunks)
-    ranks = run_ranks(2, _first_update, str(recipe), 2, chunks + changed)
+    waves = [*chunks, "--grpo_shared_prompt_microbatch_size", "1"]
+    ((alone,),) = run_ranks(1, _first_updates, str(recipe), 1, [chunks])
+    for pair in zip(*run_ranks(2, _first_updates, str(recipe), 2, [chunks, waves]), strict=True):
+        _compare(alone, pair)
 
+
+def _compare(alone: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> None:
     assert all(seen["prompts"] == alone["prompts"] for seen in ranks)
     assert all(seen["ratio_max_dev"] == 0.0 for seen in [alone, *ranks])
     noise = {sample: values for seen in ranks for sample, values in seen["noise"].items()}
