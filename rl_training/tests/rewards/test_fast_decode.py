@@ -151,6 +151,7 @@ def test_what_else_is_asked_for_is_part_of_the_format(clips: list[str], tmp_path
     fast, odd = FastLoader(loader), lambda frames: frames[::-1]
     for clip in clips:
         fast.candidate = clip
+        words: dict[str, Any]
         for words in ({}, {"mode": "rgb"}, {"scale": 0.5}, {"keep": odd}, {"mode": "rgb", "scale": 0.5}):
             assert alike(fast.load(clip, **words), loader(clip, **words)), words
     method = FastLoader(Instance.frames, method=True)
@@ -161,12 +162,13 @@ def test_what_else_is_asked_for_is_part_of_the_format(clips: list[str], tmp_path
 
 
 def test_what_is_no_list_of_frames_is_handed_over_as_it_is(clips: list[str], tmp_path: Path) -> None:
-    for plain in (
+    plains: tuple[Callable[[str], Any], ...] = (
         lambda path: (frame for frame in seeking(path)),
         lambda path: (seeking(path), 16.0),
         lambda path: {"frames": seeking(path)},
         lambda path: None,
-    ):
+    )
+    for plain in plains:
         loader = FastLoader(plain)
         for clip in (*clips, clips[0]):
             found, expected = loader.load(clip), plain(clip)
@@ -203,6 +205,7 @@ def coded(path: Path, frames: np.ndarray, codec: str, times: Iterable[int]) -> s
     """An MP4 of the frames at these sixteenths of a second, a key frame every eight."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=16, options={"g": "8", "bf": "2"})
+        assert isinstance(stream, av.VideoStream)
         _, stream.height, stream.width, _ = frames.shape
         stream.pix_fmt = "yuv420p"
         for time, pixels in zip(times, frames, strict=True):

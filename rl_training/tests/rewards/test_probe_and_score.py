@@ -393,6 +393,7 @@ def encoded_again(video: bytes, codec: str, tmp_path: Path) -> bytes:
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=16, options={"bf": "2", "qscale": "2", "crf": "8"})
         sound = container.add_stream("aac", rate=16000)
+        assert isinstance(stream, av.VideoStream)
         stream.height = stream.width = 64
         stream.pix_fmt = "yuv420p"
         for frame in read_frames(plain):
@@ -400,8 +401,8 @@ def encoded_again(video: bytes, codec: str, tmp_path: Path) -> bytes:
         noise = av.AudioFrame.from_ndarray(np.zeros((1, 16000), np.float32), format="fltp", layout="mono")
         noise.sample_rate = 16000
         container.mux(sound.encode(noise))
-        for part in (stream, sound):
-            container.mux(part.encode(None))
+        container.mux(stream.encode(None))
+        container.mux(sound.encode(None))
     return path.read_bytes()
 
 

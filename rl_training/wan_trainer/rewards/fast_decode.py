@@ -119,9 +119,11 @@ class FastLoader:
                 self.formats[format_] = found[0]
             return expected
         reading = self.formats[format_]
-        frames = None if reading is None else read_through(path, reading)
+        if reading is None:
+            return plain()
+        frames = read_through(path, reading)
         # A file that ends before its time is the plain loader's to judge.
-        return frames if reading is not None and len(frames) == reading.count else plain()
+        return frames if len(frames) == reading.count else plain()
 
 
 def matching_readings(path: str, expected: Any) -> list[Reading]:
