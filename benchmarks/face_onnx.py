@@ -181,10 +181,11 @@ def compare_reward(directory: Path) -> dict[str, float]:
             RewardContext(torch.device("cpu"), 16), model_path=directory, detection_size=SIZE, **names
         )
         videos = torch.stack([video(0), video(2, size=LARGE, start=48)]).requires_grad_()
-        scores.append(reward.score(videos, samples).reward)
-        gradients += torch.autograd.grad(scores[-1].sum(), videos)
+        found = reward.score(videos, samples).reward
+        scores.append(found.detach())
+        gradients += torch.autograd.grad(found.sum(), videos)
     return {
-        "reward": float(scores[0].detach().mean()),
+        "reward": float(scores[0].mean()),
         "reward_error": float((scores[0] - scores[1]).abs().max()),
         "reward_gradient_error": error(gradients[0], gradients[1], least=0.0),
     }

@@ -176,6 +176,8 @@ def test_faces_of_a_batch_do_not_depend_on_how_the_network_lays_out_its_rows(
     faces = detectors[0].detect(half)
     assert faces.frame.tolist() == [0, 2, 3]
     assert torch.allclose(faces.boxes[2], torch.tensor([8.0, 24.0, 40.0, 56.0]), atol=4)
+    expected = (torch.tensor(TEMPLATE) - 56) / 112 * LARGE / 2 + torch.tensor([24.0, 40.0])
+    assert torch.allclose(faces.keypoints[2], expected, atol=4)
     # More frames than one chunk has.
     many = crowd[[1, 0]].repeat(65, 1, 1, 1)
     assert detectors[1].detect(many).frame.tolist() == list(range(1, 130, 2))

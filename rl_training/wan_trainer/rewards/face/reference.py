@@ -51,8 +51,9 @@ class ReferenceFaces:
     @torch.no_grad()
     def _read(self, path: Path, sample_id: str) -> torch.Tensor:
         count = probe_video(path).num_frames
-        indices = np.unique(np.linspace(0, count - 1, MAX_FRAMES).round().astype(int)) if count else None
-        frames = torch.from_numpy(read_frames(path, indices)).to(self._device)
+        spaced = np.linspace(0, count - 1, min(count, MAX_FRAMES)).round().astype(int).tolist()
+        # A container that does not count its frames is read to its end.
+        frames = torch.from_numpy(read_frames(path, spaced or None)).to(self._device)
         embeddings = self._embed(frames.permute(0, 3, 1, 2).float() / 255)
         if not len(embeddings):
             raise UserError(

@@ -151,18 +151,20 @@ class _Head(nn.Module):
             channels = [shape.neck, *[shape.head] * (shape.head_convs - 1)]
             convs = [_ConvModule(inputs, shape.head, 3, norm=True) for inputs in channels]
             self.cls_stride_convs[name] = nn.Sequential(*convs)
-        for kind, size in (("cls", 1), ("reg", 4), ("kps", 10)):
-            convs_by_name = {name: nn.Conv2d(shape.head, ANCHORS * size, 3, padding=1) for name in self.names}
-            self.add_module(f"stride_{kind}", nn.ModuleDict(convs_by_name))
+        self.stride_cls = self._branches(shape.head, 1)
+        self.stride_reg = self._branches(shape.head, 4)
+        self.stride_kps = self._branches(shape.head, 10)
+
+    def _branches(self, inputs: int, size: int) -> nn.ModuleDict:
+        return nn.ModuleDict({name: nn.Conv2d(inputs, ANCHORS * size, 3, padding=1) for name in self.names})
 
     def forward(self, levels: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         shared = {
             name: self.cls_stride_convs[name](level) for name, level in zip(self.names, levels, strict=True)
         }
         rows: list[torch.Tensor] = []
-        for kind, size in (("cls", 1), ("reg", 4), ("kps", 10)):
+        for branches, size in ((self.stride_cls, 1), (self.stride_reg, 4), (self.stride_kps, 10)):
             for name, x in shared.items():
-                y = self.get_submodule(f"stride_{kind}")[name](x).permute(0, 2, 3, 1)
-                y = y.reshape(len(x), -1, size)
-                rows.append(y.sigmoid() if kind == "cls" else y)
+                y = branches[name](x).permute(0, 2, 3, 1).reshape(len(x), -1, size)
+                rows.append(y.sigmoid() if size == 1 else y)
         return tuple(rows)

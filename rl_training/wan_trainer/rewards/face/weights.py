@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import pickle
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
@@ -39,6 +40,8 @@ def _converted(file: Path) -> nn.Module:
     import onnx  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
     import onnx2torch  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
 
+    # Its slices index with a list, which PyTorch announces to read otherwise some day; it does not yet.
+    warnings.filterwarnings("ignore", "Using a non-tuple sequence", UserWarning, r"onnx2torch\.")
     try:
         return onnx2torch.convert(onnx.load(str(file)))
     except Exception as error:  # the converter raises whatever an unknown node makes it
