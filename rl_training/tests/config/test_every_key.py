@@ -10,6 +10,7 @@ from wan_trainer.types import UserError
 
 COMPILED = {"torch_compile": True}
 ADAPTED = {"lora_rank": 4}
+HELD = {"eval_dataset_json": "storage/data/held.txt"}
 SHARED = {"grpo_shared_prompt_batch": True, "batch_size": 4}
 
 # key: another value than the base's, and what else must be set for the key to be live.
@@ -57,7 +58,9 @@ CHANGES = {
     "keep_checkpoints": (1, {}),
     "log_steps": (5, {}),
     "rollout_video_every_steps": (2, {}),
-    "eval_steps": (10, {}),
+    "eval_steps": (10, HELD),
+    "eval_dataset_json": ("storage/data/other.txt", {**HELD, "eval_steps": 10}),
+    "eval_size": (3, {**HELD, "eval_steps": 10}),
     "wandb_project": ("project", {}),
     "report_to_wandb": (False, {"wandb_project": "project"}),
     "wandb_run_name": ("name", {}),
@@ -166,6 +169,7 @@ CHANGES = {
     "rl_async_rollout_prefetch_steps": (1, {}),
     "rl_split_debug_logs": (True, {}),
 }
+TILES = {"refl_vae_tile_height": 64, "refl_vae_tile_width": 64, "refl_vae_tile_overlap": 16}
 REFL = {
     "roles": ({"reward": {"_target_": "mine.rewards.Other"}}, {}),
     "refl_algorithm": ("drtune", {}),
@@ -180,6 +184,10 @@ REFL = {
     "refl_kl_coeff": (0.1, {}),
     "refl_fixed_noise": (True, {}),
     "refl_sample_batch_size": (2, {}),
+    "refl_vae_tile_height": (32, TILES),
+    "refl_vae_tile_width": (32, TILES),
+    "refl_vae_tile_overlap": (32, TILES),
+    "refl_vae_tile_parallel": (True, {**TILES, "tensor_parallel_size": 2}),
 }
 """What only `trainer: refl` reads."""
 

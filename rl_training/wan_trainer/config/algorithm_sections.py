@@ -68,6 +68,21 @@ class ReflSection(Section):
         False, "Start every rollout of every batch from the same noise.", group="sampler"
     )
     refl_sample_batch_size: int = key(1, "Videos sampled, decoded and scored in one call.", ge=1)
+    refl_vae_tile_height: int | None = key(
+        None,
+        "Decode in tiles of this many pixels, an approximation; null decodes exactly.",
+        group="sampler",
+        ge=16,
+    )
+    refl_vae_tile_width: int | None = key(
+        None, "Width of a tile in pixels; set with refl_vae_tile_height.", group="sampler", ge=16
+    )
+    refl_vae_tile_overlap: int = key(
+        64, "Pixels that neighbouring tiles share and blend.", group="sampler", ge=0
+    )
+    refl_vae_tile_parallel: bool = key(
+        False, "Spread the tiles over the ranks of a tensor-parallel group, which hold the same latents."
+    )
 
 
 class GrpoSection(Section):

@@ -48,6 +48,7 @@ def refl_rules(config: GrpoConfig) -> Iterator[Problem]:
         )
     yield from _unused(config)
     yield from _window(config)
+    yield from _tiles(config)
     if config.refl_kl_coeff == 0 and config.roles is not None and REFERENCE in config.roles:
         yield refuse(
             "roles",
@@ -80,6 +81,36 @@ def _unused(config: GrpoConfig) -> Iterator[Problem]:
     )
     for name in (name for name in names if name in changed_keys(config, name)):
         yield refuse(name, "is not read by trainer: refl; remove it", "trainer")
+
+
+def _tiles(config: GrpoConfig) -> Iterator[Problem]:
+    height, width = config.refl_vae_tile_height, config.refl_vae_tile_width
+    overlap = config.refl_vae_tile_overlap
+    if (height is None) != (width is None):
+        unset = "refl_vae_tile_height" if height is None else "refl_vae_tile_width"
+        yield refuse(unset, "is not set and the other side of the tiles is; set both, or none for exact")
+    if height is None or width is None:
+        for name in changed_keys(config, "refl_vae_tile_overlap", "refl_vae_tile_parallel"):
+            yield refuse(name, "acts on tiles, and there are none; set refl_vae_tile_height and _width")
+        return
+    sides = (("height", height), ("width", width), ("overlap", overlap))
+    for name, side in sides:
+        if side % 16:
+            key, near = f"refl_vae_tile_{name}", side // 16 * 16
+            yield refuse(key, f"{side} is not a multiple of 16; use {near} or {near + 16}")
+    if overlap >= min(height, width):
+        yield refuse(
+            "refl_vae_tile_overlap",
+            f"{overlap} is a whole tile of {height}x{width}; use {min(height, width) // 32 * 16}",
+            "refl_vae_tile_height",
+            "refl_vae_tile_width",
+        )
+    if config.refl_vae_tile_parallel and config.tensor_parallel_size == 1:
+        yield refuse(
+            "refl_vae_tile_parallel",
+            "true spreads tiles over a tensor-parallel group, and tensor_parallel_size is 1; use false",
+            "tensor_parallel_size",
+        )
 
 
 def _window(config: GrpoConfig) -> Iterator[Problem]:

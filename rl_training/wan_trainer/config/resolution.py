@@ -67,6 +67,7 @@ def resolve(config: GrpoConfig, *, cuda_available: bool, family: specs.Family | 
         ),
         algorithm=_algorithm(config),
         refl=_refl(config),
+        evaluation=_evaluation(config),
     )
 
 
@@ -190,7 +191,15 @@ def _refl(config: GrpoConfig) -> specs.ReflSpec | None:
         sample_batch_size=config.refl_sample_batch_size,
         reward_max_error_rate=config.reward_max_error_rate,
         roles=as_roles(config.roles),
+        tiling=_tiling(config),
     )
+
+
+def _tiling(config: GrpoConfig) -> specs.VaeTiling | None:
+    height, width = config.refl_vae_tile_height, config.refl_vae_tile_width
+    if height is None or width is None:
+        return None
+    return specs.VaeTiling(height, width, config.refl_vae_tile_overlap, config.refl_vae_tile_parallel)
 
 
 def _sampler(config: GrpoConfig) -> specs.SamplerSpec:
@@ -369,5 +378,11 @@ def _output(config: GrpoConfig) -> specs.OutputSpec:
         rollout_video_every_steps=config.rollout_video_every_steps,
         wandb_project=config.wandb_project if config.report_to_wandb else None,
         wandb_run_name=config.wandb_run_name,
-        eval_steps=config.eval_steps,
     )
+
+
+def _evaluation(config: GrpoConfig) -> specs.EvalSpec | None:
+    if config.eval_steps == 0:
+        return None
+    assert config.eval_dataset_json is not None, "contradictions() requires it"
+    return specs.EvalSpec(config.eval_steps, trainer_path(config.eval_dataset_json), config.eval_size)

@@ -185,6 +185,7 @@ class ReflSpec:
     sample_batch_size: int
     reward_max_error_rate: float
     roles: RolesSpec
+    tiling: VaeTiling | None = None
 
 
 @dataclass(frozen=True)
@@ -383,7 +384,15 @@ class OutputSpec:
     rollout_video_every_steps: int
     wandb_project: str | None
     wandb_run_name: str | None
-    eval_steps: int = 0
+
+
+@dataclass(frozen=True)
+class EvalSpec:
+    """Evaluation on held prompts. steps: batches between; size: how many of them, None for all."""
+
+    steps: int
+    dataset_json: Path
+    size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -413,6 +422,7 @@ class RunSpec:
     """Everything the run needs, resolved. `decode_batch_size`: videos per VAE decode call.
 
     refl: set in a ReFL run, whose `grpo` holds what both algorithms have: one rollout a prompt, no delay.
+    evaluation: None when it is off.
     """
 
     seed: int
@@ -432,3 +442,4 @@ class RunSpec:
     resume: ResumeSpec = field(default_factory=ResumeSpec)
     algorithm: AlgorithmName | Target = "dancegrpo"
     refl: ReflSpec | None = None
+    evaluation: EvalSpec | None = None

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from wan_trainer.algorithms.base import RunFailure
+from wan_trainer.config.specs import Target
 from wan_trainer.distributed.collectives import (
     SharedUserError,
     agree,
@@ -41,6 +42,7 @@ from wan_trainer.recording.manifest import (
 )
 from wan_trainer.training.checkpoint_state import TRAIN_STATE, TrainState, checkpoint_values
 from wan_trainer.training.ema import Ema
+from wan_trainer.training.role_state import write_roles
 from wan_trainer.training.stored_state import ADAPTERS, STATE, StoredState
 from wan_trainer.types import UserError, first_line
 
@@ -71,7 +73,8 @@ class CheckpointWriter:
     because the disk is full, is a RunFailure on every rank at the next such call: the previous checkpoint
     stays as it is, and what was written of this one is deleted.
 
-    adapters: PEFT's configuration by expert, of a run that trains adapters. clock: gets a `write` span.
+    adapters: PEFT's configuration by expert, of a run that trains adapters. roles: the parts beside the
+    actor, by the configuration key that names them. clock: gets a `write` span.
     """
 
     def __init__(
@@ -81,12 +84,14 @@ class CheckpointWriter:
         *,
         keep: int,
         adapters: Mapping[str, AdapterConfig] | None = None,
+        roles: Mapping[str, Target] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._output_dir = output_dir
         self._mesh = mesh
         self._keep = keep
         self._adapters = adapters or {}
+        self._roles = roles or {}
         self._clock = clock
         # Its own group: collectives of two threads on one group would answer each other.
         group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
@@ -180,6 +185,7 @@ class CheckpointWriter:
         def complete() -> None:
             if rank == 0:
                 files = {path: entry for part in entries for path, entry in part.items()}
+                write_roles(partial, self._roles, state.step)
                 _complete(partial, state, files, self._adapters)
                 _publish(partial, self._output_dir / name)
                 _apply_retention(self._output_dir, self._keep)

@@ -18,6 +18,7 @@ from wan_trainer.recording.manifest import (
     verify_checkpoint,
 )
 from wan_trainer.training.checkpoint_state import TrainState, read_train_state
+from wan_trainer.training.role_state import check_roles
 from wan_trainer.types import UserError
 
 
@@ -65,6 +66,7 @@ def find_resume_point(
         return None
     verify_checkpoint(checkpoint)
     state = read_train_state(checkpoint)
+    check_roles(checkpoint, state)
     changed = contract_changes(state.contract, contract, allow_changed)
     if changed:
         raise UserError(*changed)
