@@ -266,6 +266,25 @@ class Rollout:
 
 
 @dataclass(frozen=True)
+class EvaluationRecord:
+    """One line of evaluations.jsonl: the held prompts under the weights of that moment.
+
+    batch: batches drawn before it; step: optimizer updates. Means are over the valid rewards of all
+    `prompts`. error: the most frequent reason why rewards are missing, None when all are there.
+    """
+
+    batch: int
+    step: int
+    prompts: int
+    reward_mean: float
+    reward_std: float
+    reward_valid_fraction: float
+    components: Mapping[str, float]
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """One line of metrics.jsonl. Times in seconds, memory in GiB; means are over valid samples of all ranks.
 

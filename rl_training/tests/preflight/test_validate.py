@@ -74,10 +74,11 @@ def test_everything_wrong_is_said_at_once_with_node_and_status_2(world):
     (world.sample("O-1_slide_data-generator", "0001") / "metadata.json").unlink()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        done = validate(world, "--eval_steps", "5", MASTER_PORT=port)
+        held = ("--eval_steps", "5", "--eval_dataset_json", str(world.root / "held.txt"))
+        done = validate(world, *held, MASTER_PORT=port)
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if ": error: " in line]
-    for expected in ("vae", "source_sha256", "metadata.json", f"MASTER_PORT {port}", "eval_steps"):
+    for expected in ("vae", "source_sha256", "metadata.json", f"MASTER_PORT {port}", "held.txt"):
         assert sum(expected in line for line in lines) == 1, (expected, done.stderr)
     assert all(line.startswith(f"node 0 ({socket.gethostname()}): error: ") for line in lines)
     assert "Traceback" not in done.stderr

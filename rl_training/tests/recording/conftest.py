@@ -14,7 +14,7 @@ from wan_trainer.recording.identity import (
     model_identity,
 )
 from wan_trainer.recording.run_record import RunFacts, SamplerRecord
-from wan_trainer.types import StepRecord
+from wan_trainer.types import EvaluationRecord, StepRecord
 
 
 @dataclass(frozen=True)
@@ -86,3 +86,18 @@ def step_record() -> Callable[..., StepRecord]:
         return replace(base, **changes)
 
     return make
+
+
+@pytest.fixture
+def evaluation_record() -> EvaluationRecord:
+    return EvaluationRecord(
+        batch=4,
+        step=3,
+        prompts=8,
+        reward_mean=0.5,
+        reward_std=0.1,
+        reward_valid_fraction=0.75,
+        components={"look": 0.25},
+        seconds=61.0,
+        error="timed out",
+    )

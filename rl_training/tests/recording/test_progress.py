@@ -7,7 +7,7 @@ from rich.console import Console
 
 from wan_trainer.recording.console import console_for
 from wan_trainer.recording.progress import ProgressDisplay, describe, format_duration
-from wan_trainer.types import StepRecord
+from wan_trainer.types import EvaluationRecord, StepRecord
 
 MakeRecord = Callable[..., StepRecord]
 
@@ -44,6 +44,21 @@ def test_a_line_without_a_ratio_names_none(step_record: MakeRecord) -> None:
 )
 def test_a_skipped_update_says_why(step_record: MakeRecord, changes: dict[str, float], why: str) -> None:
     assert describe(step_record(skipped=True, replayed_steps=16, **changes)).endswith(f"SKIPPED: {why}")
+
+
+def test_an_evaluation_is_one_line_with_what_went_missing(evaluation_record: EvaluationRecord) -> None:
+    text = io.StringIO()
+    display = ProgressDisplay(Console(file=text, width=200), total_batches=2, log_steps=0)
+    display.evaluation(evaluation_record)
+    (line,) = text.getvalue().splitlines()
+    for words in (
+        "after batch 4",
+        "reward 0.5000 ± 0.1000",
+        "8 prompts",
+        "1 min 01 s",
+        "2 rewards missing: ti",
+    ):
+        assert words in line
 
 
 def test_log_steps_zero_is_silent(step_record: MakeRecord) -> None:

@@ -1,7 +1,7 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,15 @@ from wan_trainer.recording.jsonl import RowReader
 from wan_trainer.recording.opening import open_run_log
 from wan_trainer.recording.rows import parse_video_name, reward_rows, video_name
 from wan_trainer.recording.run_dir import NullRunLog, RunWriter
-from wan_trainer.types import RewardResult, RewardTable, Sample, SampleId, StepRecord, UserError
+from wan_trainer.types import (
+    EvaluationRecord,
+    RewardResult,
+    RewardTable,
+    Sample,
+    SampleId,
+    StepRecord,
+    UserError,
+)
 
 MakeRecord = Callable[..., StepRecord]
 
@@ -96,6 +104,25 @@ def test_truncation_reaches_every_file_and_the_run_goes_on(
     for path in sorted(item for item in (tmp_path / "whole").rglob("*") if item.is_file()):
         assert path.read_bytes() == (tmp_path / "resumed" / path.relative_to(tmp_path / "whole")).read_bytes()
     assert len(list(again.files.videos.iterdir())) == 3
+
+
+def test_an_evaluation_belongs_to_the_batches_before_it(
+    tmp_path: Path, evaluation_record: EvaluationRecord
+) -> None:
+    log = RunWriter(tmp_path)
+    for batch in (0, 2, 4):
+        log.evaluation(replace(evaluation_record, batch=batch))
+        log.files.evaluation_video(batch, 0).write_bytes(b"mp4")
+    log.close(0)
+    assert log.files.evaluation_video(4, 12).name == "eval-000004-p12.mp4"
+    for batches, left in ((2, [0, 2]), (1, [0]), (0, [])):
+        again = RunWriter(tmp_path)
+        again.truncate_after(batches)
+        again.close(0)
+        assert [row["batch"] for row in RowReader(log.files.evaluations)] == left
+        assert sorted(path.name for path in log.files.videos.iterdir()) == [
+            f"eval-{batch:06d}-p00.mp4" for batch in left
+        ]
 
 
 def test_video_names_come_from_numbers_only() -> None:

@@ -4,13 +4,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from wan_trainer.recording.tracking import WandbTracker, stored_run_id, tracked_values, wandb_mode
-from wan_trainer.types import StepRecord
+from wan_trainer.types import EvaluationRecord, StepRecord
 
 MakeRecord = Callable[..., StepRecord]
 
@@ -119,6 +120,34 @@ def test_an_offline_run_is_written_and_a_resume_continues_it(tmp_path: Path, ste
     assert logged_steps(directory) == [1, 2, 3, 4, 5]
     left = [path.name for path in (directory / "wandb").glob("offline-run-*")]
     assert len(left) == 2 and all(name.endswith(f"-{first}") for name in left), "one run for `wandb sync`"
+
+
+class Listening:
+    """Stands for a wandb run, keeping what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[dict[str, float], int]] = []
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.told.append((values, step))
+
+
+def test_evaluations_are_logged_once_beside_their_update(
+    tmp_path: Path,
+    step_record: MakeRecord,
+    evaluation_record: EvaluationRecord,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listening = Listening()
+    monkeypatch.setattr(WandbTracker, "_open", lambda *_: listening)
+    for _ in range(2):  # the second start goes on from before
+        tracker = tracker_for(tmp_path, io.StringIO())
+        tracker.evaluation(replace(evaluation_record, batch=0, step=0))
+        tracker.step(step_record(step=3))
+        tracker.evaluation(evaluation_record)
+    assert [step for _, step in listening.told] == [0, 3, 3]
+    values = listening.told[-1][0]
+    assert (values["eval/reward_mean"], values["eval/reward/look"], values["eval/batch"]) == (0.5, 0.25, 4.0)
 
 
 class Broken:

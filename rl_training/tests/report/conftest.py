@@ -20,7 +20,7 @@ from wan_trainer.recording.rows import reward_rows
 from wan_trainer.recording.run_dir import RunFiles, RunWriter
 from wan_trainer.recording.run_record import RunFacts, RunRecord, SamplerRecord
 from wan_trainer.topology import resolve_topology
-from wan_trainer.types import RewardResult, RewardTable, Sample, SampleId, StepRecord
+from wan_trainer.types import EvaluationRecord, RewardResult, RewardTable, Sample, SampleId, StepRecord
 
 TASKS = ("reach_target", "push_block", "O-34_dot_to_dot", "<script>alert(1)</script>")
 
@@ -62,7 +62,14 @@ def facts(root: Path, seed: int) -> RunFacts:
 
 
 def fabricate(
-    root: Path, batches: int, *, seed: int = 1, ranks: int = 2, finished: bool = True, delayed: bool = False
+    root: Path,
+    batches: int,
+    *,
+    seed: int = 1,
+    ranks: int = 2,
+    finished: bool = True,
+    delayed: bool = False,
+    evaluations: int = 0,
 ) -> RunFiles:
     """A run directory as a trainer leaves it, written by the writers a trainer uses."""
     draw = random.Random(seed)
@@ -127,6 +134,8 @@ def fabricate(
             )
         )
         now += 3.6
+    for batch in range(0, evaluations * 10, 10):
+        log.evaluation(EvaluationRecord(batch, batch, 6, 0.25 + batch / 100, 0.1, 1.0, {}, 3.0))
     log.close(0)
     if finished:
         record.finish(0)

@@ -60,7 +60,7 @@ def charts(page: Page) -> list[str]:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, fabricate_run: MakeRun) -> tuple[RunFiles, Page]:
     """A whole run and its page, which no test changes."""
-    files = fabricate_run(tmp_path_factory.mktemp("report") / "run", 12)
+    files = fabricate_run(tmp_path_factory.mktemp("report") / "run", 12, evaluations=3)
     path = render_report(files.root)
     assert path == files.report
     return files, Page(path)
@@ -79,7 +79,8 @@ def test_a_finished_run_is_told_whole(finished: tuple[RunFiles, Page]) -> None:
     ):
         assert words in page.text
     assert "Please note" not in page.text
-    assert len(charts(page)) == 6
+    assert len(charts(page)) == 7
+    assert "6 held prompts" in page.text and "0.250 after batch 0, 0.450 after batch 20." in page.text
     metrics = [json.loads(line)["reward_mean"] for line in files.metrics.read_text().splitlines()]
     first, last = sum(metrics[:2]) / 2, sum(metrics[-2:]) / 2
     assert f"+{last - first:.3f}" in page.text

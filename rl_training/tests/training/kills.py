@@ -242,10 +242,10 @@ def kill_and_continue(recipe: Path, output_dir: Path, kill: Kill, scratch: Path)
     return {**said, **asdict(kill), "from": None if found is None else found.name}
 
 
-def differences(first: Path, second: Path) -> list[str]:
+def differences(first: Path, second: Path, batches: int = BATCHES) -> list[str]:
     """What differs between two ended runs: tensors, metrics, the sequence of samples and their rewards."""
     found: list[str] = []
-    name = f"checkpoint-{BATCHES}"
+    name = f"checkpoint-{batches}"
     states = [StoredState(path / name) for path in (first, second)]
     for section in ("model", "optimizer", "ema"):
         one, other = (state.read(section, state.shapes(section)) for state in states)

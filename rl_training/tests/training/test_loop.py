@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from wan_trainer.recording.run_dir import RunFiles
+from wan_trainer.training.evaluation import due_at_start
 from wan_trainer.training.loop import Boundaries, run_loop
 from wan_trainer.training.run_lock import RunLock
 from wan_trainer.training.scheduler import ReplayScheduler
@@ -32,6 +37,7 @@ def _run(
         record=lambda record: log.append(f"record {record}"),
         save=lambda step: log.append(f"save {step}"),
         stop_requested=lambda: stop_at is not None and seen[0] >= stop_at,
+        evaluate=lambda step: log.append(f"evaluate {step}"),
     )
     return log, finished
 
@@ -47,6 +53,33 @@ def test_every_batch_is_trained_once_and_saves_come_at_exact_steps(depth: int) -
         before = log[: log.index(f"save {saved}")]
         assert sum(line.startswith("update") for line in before) == saved
     assert sum(line.startswith("save") for line in log) == 3
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_evaluations_come_at_their_batches_and_at_the_end_and_change_nothing_else(depth: int) -> None:
+    bounds = Boundaries(total=10, save_steps=4, accumulation=2, batch_size=3, dataset_size=9)
+    plain, _ = _run(depth, bounds)
+    evaluated, _ = _run(depth, replace(bounds, eval_steps=4))
+    assert [line for line in evaluated if not line.startswith("evaluate")] == plain
+    # With a delay they empty no queue: only where a save has emptied it is the last batch updated before.
+    assert [line for line in evaluated if line.startswith("evaluate")] == [
+        f"evaluate {n}" for n in (4, 8, 10)
+    ]
+    for seen in (4, 8, 10):
+        assert evaluated.index(f"evaluate {seen}") == evaluated.index(f"save {seen}") + 1
+    often, _ = _run(depth, replace(bounds, eval_steps=2))
+    assert often[often.index("evaluate 2") - 1] == ("record 1" if depth == 0 else "record 0")
+
+
+def test_a_run_that_stops_leaves_its_evaluation_to_the_next_start(tmp_path: Path) -> None:
+    bounds = Boundaries(total=10, save_steps=0, accumulation=2, batch_size=1, dataset_size=100, eval_steps=4)
+    log, _ = _run(0, bounds, stop_at=3)
+    assert log[-1] == "save 4"
+    files = RunFiles(tmp_path)
+    assert due_at_start(files, 4, 0) and due_at_start(files, 4, 3)
+    files.evaluations.write_text('{"batch": 0}\n{"batch": 2}\n')
+    assert due_at_start(files, 4, 4) and not due_at_start(files, 4, 3)
+    assert not due_at_start(files, 2, 2)
 
 
 def test_an_epoch_end_drains_without_a_save() -> None:

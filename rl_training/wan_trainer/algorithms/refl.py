@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from wan_trainer.algorithms.encoding import PromptEncoder
@@ -212,28 +213,16 @@ class Refl:
 
         with parts.clock.span("reward", batch.step):
             (scores, pixels), gradient = parts.decode.gradient(chunk.sampled.x0, objective)
-            reward = scores.reward.detach().float().cpu()
-            components = {name: values.float().cpu() for name, values in scores.components.items()}
+            watched = None
             if parts.monitor is not None:
                 with torch.no_grad():
                     watched = parts.monitor.score(pixels, samples)
-                components["monitor"] = watched.reward.float().cpu()
-                components |= {
-                    f"monitor.{name}": values.float().cpu() for name, values in watched.components.items()
-                }
-        ended = time.monotonic()
-        for row, i in enumerate(chunk.ids):
-            named = {name: float(values[row]) for name, values in components.items()}
-            scored.results.append(
-                RewardResult(i, float(reward[row]), named, _missing(reward[row]), started, ended)
-            )
+            scored.results += verdicts(chunk.ids, scores, watched, started)
         if parts.encode.leads:
-            videos = (pixels * 255).round().to(torch.uint8).permute(0, 2, 3, 4, 1).cpu().numpy()
-            parts.observer.videos(
-                batch, videos, [RewardRequest(i, batch.samples[i.prompt]) for i in chunk.ids]
-            )
+            requests = [RewardRequest(i, batch.samples[i.prompt]) for i in chunk.ids]
+            parts.observer.videos(batch, as_video(pixels), requests)
         # A verdict that is missing teaches nothing, whatever its graph says.
-        valid = torch.isfinite(reward).to(gradient.device).view(-1, 1, 1, 1, 1)
+        valid = torch.isfinite(scores.reward.detach()).to(gradient.device).view(-1, 1, 1, 1, 1)
         return torch.where(valid, gradient, 0.0)
 
     def _backward(
@@ -345,6 +334,37 @@ class Refl:
             replayed_per_expert=_counted(experts),
             skipped=skipped,
         )
+
+
+def verdicts(
+    ids: Sequence[SampleId],
+    scores: DifferentiableScores,
+    watched: DifferentiableScores | None,
+    started: float,
+) -> list[RewardResult]:
+    """What a reward and, as components, a monitor say of N videos. started: `time.monotonic()`."""
+    reward = scores.reward.detach().float().cpu()
+    components = {name: values.float().cpu() for name, values in scores.components.items()}
+    if watched is not None:
+        components["monitor"] = watched.reward.float().cpu()
+        components |= {f"monitor.{name}": values.float().cpu() for name, values in watched.components.items()}
+    ended = time.monotonic()
+    return [
+        RewardResult(
+            i,
+            float(reward[row]),
+            {name: float(values[row]) for name, values in components.items()},
+            _missing(reward[row]),
+            started,
+            ended,
+        )
+        for row, i in enumerate(ids)
+    ]
+
+
+def as_video(pixels: torch.Tensor) -> np.ndarray:
+    """(N, 3, frames, H, W) in [0, 1] -> uint8 (N, frames, H, W, 3) on the CPU."""
+    return (pixels * 255).round().to(torch.uint8).permute(0, 2, 3, 4, 1).cpu().numpy()
 
 
 def _naming(batch: PromptBatch, ids: Sequence[SampleId]) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         group_digests,
         public_values,
     )
-    from wan_trainer.config.device import resolve_device, unbuilt
+    from wan_trainer.config.device import resolve_device
     from wan_trainer.config.family import known_family, read_family
     from wan_trainer.config.load import LoadedConfig, load_config, load_with_sources, settle_device
     from wan_trainer.config.paths import caller_directory, find_config, trainer_path, trainer_root
@@ -48,7 +48,6 @@ __all__ = [
     "topology_of",
     "trainer_path",
     "trainer_root",
-    "unbuilt",
 ]
 
 _HOMES = {
@@ -60,7 +59,7 @@ _HOMES = {
         "group_digests",
         "public_values",
     ),
-    "device": ("resolve_device", "unbuilt"),
+    "device": ("resolve_device",),
     "family": ("known_family", "read_family"),
     "load": ("LoadedConfig", "load_config", "load_with_sources", "settle_device"),
     "paths": ("caller_directory", "find_config", "trainer_path", "trainer_root"),

@@ -277,6 +277,24 @@ def _guidance(config: GrpoConfig) -> Iterator[Problem]:
         )
 
 
+def _evaluation(config: GrpoConfig) -> Iterator[Problem]:
+    every, accumulation = config.eval_steps, config.gradient_accumulation_steps
+    if every and not config.eval_dataset_json:
+        yield refuse(
+            "eval_dataset_json",
+            f"is missing, and eval_steps is {every}; name a prompt list or a dataset.json of held prompts, "
+            "or use eval_steps: 0",
+            "eval_steps",
+        )
+    if every % accumulation:
+        yield refuse(
+            "eval_steps",
+            f"{every} batches are not a multiple of gradient_accumulation_steps {accumulation}, so that "
+            f"evaluations would come within an update; use {-(-every // accumulation) * accumulation}",
+            "gradient_accumulation_steps",
+        )
+
+
 def _delay(config: GrpoConfig) -> Iterator[Problem]:
     delayed, steps = config.grpo_delayed_replay, config.max_off_policy_steps
     if delayed is None or steps is None or steps == int(delayed):
@@ -344,6 +362,7 @@ RULES: tuple[Rule, ...] = (
     _resume,
     _guidance,
     _schedule,
+    _evaluation,
     refl_rules,
 )
 GRPO_RULES: tuple[Rule, ...] = (_waves, _chunks, _noise, _delay, reward_rules)

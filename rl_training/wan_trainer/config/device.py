@@ -1,4 +1,4 @@
-"""What `device: cpu` settles, and what is refused because it is not built."""
+"""What `device: cpu` settles."""
 
 from __future__ import annotations
 
@@ -42,22 +42,3 @@ def resolve_device(config: GrpoConfig, *, cuda_available: bool) -> GrpoConfig:
     if device == "cuda":
         return config.model_copy(update={"device": "cuda"})
     return config.model_copy(update={**cpu_changes(config), "device": "cpu"})
-
-
-def unbuilt(config: GrpoConfig) -> list[str]:
-    """What `config` asks for and is not built, one line each with the remedy.
-
-    Ask after `resolve_device`: on a CPU the kernels in question are already replaced. Commands that train or
-    validate refuse these; commands that only show a configuration do not.
-    """
-    lines: list[str] = []
-
-    def refuse(condition: bool, line: str) -> None:
-        if condition:
-            lines.append(line)
-
-    refuse(
-        config.eval_steps > 0,
-        f"eval_steps: {config.eval_steps}: evaluation in training is not built; use --eval_steps 0",
-    )
-    return lines

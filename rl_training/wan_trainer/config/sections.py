@@ -149,7 +149,11 @@ class RunSection(Section):
     keep_checkpoints: int = key(3, "Newest checkpoints that are kept; 0 keeps all.", ge=0)
     log_steps: int = key(1, "Batches between lines of progress output.", ge=1)
     rollout_video_every_steps: int = key(50, "Batches between saved rollout videos; 0 saves none.", ge=0)
-    eval_steps: int = key(0, "Batches between evaluations on fixed prompts; 0 is off.", ge=0)
+    eval_steps: int = key(0, "Batches between evaluations on held prompts; 0 is off.", ge=0)
+    eval_dataset_json: str | None = key(
+        None, "Prompt list or dataset descriptor of the held prompts; eval_steps needs it.", path=True
+    )
+    eval_size: int | None = key(None, "How many of the held prompts, from the first; null is all.", ge=1)
     wandb_project: str | None = key(None, "Weights & Biases project; null writes no such log.")
     report_to_wandb: bool = key(True, "False writes no Weights & Biases log though a project is named.")
     wandb_run_name: str | None = key(None, "Name of the run in Weights & Biases and in the report.")

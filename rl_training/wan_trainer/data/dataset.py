@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import overload
 
-from wan_trainer.config.specs import DataSpec
+from wan_trainer.config.specs import DataSpec, EvalSpec
 from wan_trainer.data.descriptor import FileChecks, PromptListSource, Source, capped, read_descriptor
 from wan_trainer.data.prompt_list import SUFFIXES, prompt_rows
 from wan_trainer.data.rows import Row, vbvr_rows
 from wan_trainer.digests import file_sha256, text_sha256
 from wan_trainer.types import Sample, UserError
+
+HELD = "eval_dataset_json"
+"""The configuration key that names the held prompts."""
 
 
 class Dataset(Sequence[Sample]):
@@ -50,6 +54,10 @@ class Dataset(Sequence[Sample]):
         """The task of each sample in order; reads no file."""
         return [row.task for row in self._rows]
 
+    def first(self, size: int) -> Dataset:
+        """The first `size` samples as a data set of the same files."""
+        return Dataset(self._rows[:size], self.digests)
+
     def without_image(self) -> list[str]:
         """The ids of the samples that have no first frame; reads no file."""
         return [row.sample_id for row in self._rows if not row.has_image]
@@ -59,17 +67,18 @@ class Dataset(Sequence[Sample]):
         return [row.sample_id for row in self._rows if not row.has_ground_truth]
 
 
-def load_dataset(spec: DataSpec) -> Dataset:
+def load_dataset(spec: DataSpec, key: str = "dataset_json") -> Dataset:
     """Open the data set that spec.dataset_json describes, or that is this prompt list.
 
-    Raises UserError for a malformed description, missing files (as each source's check_files says), a
-    sample id that occurs twice, and a size other than spec.dataset_size.
+    key: the configuration key that names the file, for messages. Raises UserError for a malformed
+    description, missing files (as each source's check_files says), a sample id that occurs twice, and a size
+    other than spec.dataset_size.
     """
     path = spec.dataset_json
     rows: list[Row] = []
     definitions = [path]
     problems: list[str] = []
-    for source in _sources(path):
+    for source in _sources(path, key):
         source_rows, definition, wrong = _rows_of(source, path.parent)
         problems.extend(wrong)
         for row in _to_check(source_rows, source.check_files):
@@ -85,25 +94,36 @@ def load_dataset(spec: DataSpec) -> Dataset:
     return Dataset(rows, {_label(file, path.parent): file_sha256(file) for file in definitions})
 
 
-def check_ground_truth(dataset: Dataset) -> None:
+def load_held(spec: DataSpec, evaluation: EvalSpec) -> Dataset:
+    """The held prompts of an evaluation, as many as it takes. Raises UserError like `load_dataset`."""
+    path, size = evaluation.dataset_json, evaluation.size
+    dataset = load_dataset(replace(spec, dataset_json=path, dataset_size=None), HELD)
+    if size is None:
+        return dataset
+    if size > len(dataset):
+        raise UserError(f"eval_size: {size}, and {path} lists {len(dataset)} samples; use fewer, or null")
+    return dataset.first(size)
+
+
+def check_ground_truth(dataset: Dataset, key: str = "dataset_json") -> None:
     """Raise UserError when a sample has nothing that a rule reward could compare a rollout with."""
     without = dataset.without_ground_truth()
     if without:
         raise UserError(
-            f"dataset_json: {len(without)} of {len(dataset)} samples have no ground truth (first: "
+            f"{key}: {len(without)} of {len(dataset)} samples have no ground truth (first: "
             f"{without[0]}), which vbvr_rule compares with; use unpacked archives (a prompt list has none), "
             "or another grpo_reward_fn"
         )
 
 
-def _sources(path: Path) -> list[Source]:
+def _sources(path: Path, key: str) -> list[Source]:
     """The sources that a file is or lists, by its suffix."""
     if path.suffix == ".json":
         return list(read_descriptor(path))
     if path.suffix in SUFFIXES:
         return [PromptListSource(format="prompt_list", path=path.name, check_files="all")]
     raise UserError(
-        f"dataset_json: {path}, neither a descriptor (.json) nor a prompt list (.txt, .jsonl); name one, or "
+        f"{key}: {path}, neither a descriptor (.json) nor a prompt list (.txt, .jsonl); name one, or "
         "rename the file"
     )
 

@@ -132,6 +132,15 @@ def differences_from_first(mesh: Mesh, values: Mapping[str, str]) -> list[str]:
     return lines
 
 
+def require_same_files(mesh: Mesh, key: str, digests: Mapping[str, str]) -> None:
+    """Raise SharedUserError when the files behind the configuration key `key` differ between nodes."""
+    lines = differences_from_first(
+        mesh, {f"{key}: the content of {name}": digest for name, digest in digests.items()}
+    )
+    if lines:
+        raise SharedUserError(*(f"{line}: give every node the same files" for line in lines))
+
+
 class SharedUserError(UserError):
     """A UserError that every rank of the run raises at the same place; one of each machine need print it."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from wan_trainer.config.device import resolve_device, unbuilt
 from wan_trainer.config.resolution import resolve, topology_of
 from wan_trainer.config.schema import GrpoConfig
 from wan_trainer.config.specs import RunSpec
@@ -126,5 +125,4 @@ def _notes(
         notes.append(NOT_COUNTED)
         if model.experts > 1 and not whole:
             notes.append("whether the gradient window stays in the trained expert was not checked")
-    cuda = resolve_device(config, cuda_available=spec.device == "cuda")
-    return (*notes, *unbuilt(cuda))
+    return tuple(notes)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 
 from wan_trainer.config.checks import few_steps_warning
-from wan_trainer.config.device import resolve_device, unbuilt
 from wan_trainer.config.family import known_family
 from wan_trainer.config.resolution import resolve, topology_of
 from wan_trainer.config.schema import GrpoConfig
@@ -45,8 +44,7 @@ def run_checks(
     config: GrpoConfig, nodes: int, nproc: int, rank: int, env: Mapping[str, str]
 ) -> list[Finding]:
     """Every finding on this node: config, model, data, reward, machine and network, in this order."""
-    settled = resolve_device(config, cuda_available=_cuda(config))
-    problems = [Finding(line) for line in unbuilt(settled)]
+    problems: list[Finding] = []
     topology: Topology | None = None
     try:
         topology = topology_of(config, nodes, nproc)
@@ -85,6 +83,11 @@ def check_inputs(
     """Dataset and reward, and what each asks of the other."""
     rule = spec.reward.rule
     problems, tasks = check_dataset(spec.data, family, needs_ground_truth=rule is not None)
+    if spec.evaluation is not None:
+        found, held = check_dataset(
+            spec.data, family, needs_ground_truth=rule is not None, held=spec.evaluation
+        )
+        problems, tasks = problems + found, tuple(dict.fromkeys((*tasks, *held)))
     if rule is not None:
         problems += check_evaluator(rule, tasks)
         problems += check_clip_length(spec.data, rule)

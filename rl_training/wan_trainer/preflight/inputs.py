@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from wan_trainer.config.specs import DataSpec, Family, RuleRewardSpec
-from wan_trainer.data.dataset import check_ground_truth, load_dataset
+from wan_trainer.config.specs import DataSpec, EvalSpec, Family, RuleRewardSpec
+from wan_trainer.data.dataset import HELD, check_ground_truth, load_dataset, load_held
 from wan_trainer.data.image_rule import takes_first_frames
 from wan_trainer.media import kept_frames
 from wan_trainer.preflight.finding import Finding
@@ -27,40 +27,41 @@ _SAMPLED = 16
 
 
 def check_dataset(
-    spec: DataSpec, family: Family | None, *, needs_ground_truth: bool
+    spec: DataSpec, family: Family | None, *, needs_ground_truth: bool, held: EvalSpec | None = None
 ) -> tuple[list[Finding], tuple[str, ...]]:
     """The descriptor, the number of samples and the files of a few; also the names of all tasks.
 
-    family: None when it is not known. Only a few samples are opened: a dataset of 50,000 on shared storage
-    would take minutes.
+    family: None when it is not known. held: check the held prompts of this evaluation instead. Only a few
+    samples are opened: a dataset of 50,000 on shared storage would take minutes.
     """
     try:
-        dataset = load_dataset(spec)
+        key = "dataset_json" if held is None else HELD
+        dataset = load_dataset(spec) if held is None else load_held(spec, held)
     except UserError as error:
         return [Finding(line) for line in error.problems], ()
     problems: list[Finding] = []
     tasks = dataset.tasks
     try:
         if family is not None:
-            takes_first_frames(dataset, family)
+            takes_first_frames(dataset, family, key)
     except UserError as error:
         problems += [Finding(line) for line in error.problems]
     try:
         if needs_ground_truth:
-            check_ground_truth(dataset)
+            check_ground_truth(dataset, key)
     except UserError as error:
         problems += [Finding(line) for line in error.problems]
         # That no evaluator knows the names of prompt lists would be said beside it.
         tasks = ()
     for index in range(0, len(dataset), max(1, len(dataset) // _SAMPLED)):
         try:
-            problems += _check_sample(dataset[index])
+            problems += _check_sample(dataset[index], key)
         except UserError as error:
             problems += [Finding(line) for line in error.problems]
     return problems, tasks
 
 
-def _check_sample(sample: Sample) -> list[Finding]:
+def _check_sample(sample: Sample, key: str) -> list[Finding]:
     files = (
         sample.first_frame,
         sample.reference_video,
@@ -70,7 +71,7 @@ def _check_sample(sample: Sample) -> list[Finding]:
     )
     return [
         Finding(
-            f"dataset_json: {path} of sample {sample.sample_id} is missing or empty: unpack its task again, "
+            f"{key}: {path} of sample {sample.sample_id} is missing or empty: unpack its task again, "
             "or mend the prompt list"
         )
         for path in files

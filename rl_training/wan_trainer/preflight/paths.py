@@ -14,6 +14,7 @@ from wan_trainer.types import UserError
 _REMEDIES = {
     "model_path": "put a Diffusers-format Wan pipeline there, or set --model_path",
     "dataset_json": "unpack the data with `wan-trainer unpack`, or name a dataset.json or a prompt list",
+    "eval_dataset_json": "name a prompt list or a dataset.json of held prompts",
     "vbvr_reward_evalkit_dir": "check the evaluator out there, or set --vbvr_reward_evalkit_dir",
 }
 

@@ -8,7 +8,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from wan_trainer.types import StepRecord
+from wan_trainer.types import EvaluationRecord, StepRecord
 
 
 def format_duration(seconds: float) -> str:
@@ -54,6 +54,20 @@ def describe(record: StepRecord) -> str:
     return "  ".join(parts)
 
 
+def describe_evaluation(record: EvaluationRecord) -> str:
+    """The verdict on the held prompts, on one line; why some are missing, if they are."""
+    parts = [
+        f"evaluation after batch {record.batch}",
+        f"reward {record.reward_mean:.4f} ± {record.reward_std:.4f}",
+        f"{record.prompts} prompts",
+        format_duration(record.seconds),
+    ]
+    if record.error is not None:
+        missing = round((1 - record.reward_valid_fraction) * record.prompts)
+        parts.append(f"{missing} rewards missing: {record.error}")
+    return "  ".join(parts)
+
+
 class ProgressDisplay:
     """Follows the batches of a run, from `start_batch` to `total_batches`.
 
@@ -93,6 +107,11 @@ class ProgressDisplay:
             self._bar.update(self._task, completed=done, description=text)
         elif self._is_due(done):
             self._console.print(f"{time.strftime('%H:%M:%S')} batch {done}/{self._total}  {text}")
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """One line, above the bar where there is one."""
+        text = f"{time.strftime('%H:%M:%S')} {describe_evaluation(record)}"
+        self._console.print(text, markup=False, highlight=False)
 
     def close(self, exit_status: int) -> None:
         """Leave the bar as it stands."""

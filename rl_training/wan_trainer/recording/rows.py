@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from wan_trainer.types import RewardTable, Sample, SampleId
 
 _VIDEO_NAME = re.compile(r"step-(\d{6,})-p(\d{2,})-m(\d{2,})\.mp4")
+_EVALUATION_VIDEO_NAME = re.compile(r"eval-(\d{6,})-p\d{2,}\.mp4")
 
 
 @dataclass(frozen=True)
@@ -86,3 +87,14 @@ def parse_video_name(name: str) -> SampleId | None:
     """The rollout a file name stands for, or None for a foreign file."""
     match = _VIDEO_NAME.fullmatch(name)
     return SampleId(*(int(number) for number in match.groups())) if match else None
+
+
+def evaluation_video_name(batch: int, prompt: int) -> str:
+    """File name of the video of a held prompt, drawn after `batch` batches."""
+    return f"eval-{batch:06d}-p{prompt:02d}.mp4"
+
+
+def parse_evaluation_video_name(name: str) -> int | None:
+    """The batches before the evaluation that a file name stands for, or None for another file."""
+    match = _EVALUATION_VIDEO_NAME.fullmatch(name)
+    return int(match.group(1)) if match else None

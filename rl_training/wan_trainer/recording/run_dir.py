@@ -9,8 +9,15 @@ from typing import Protocol
 
 from wan_trainer.recording.clock import Span
 from wan_trainer.recording.jsonl import JsonlFile, JsonObject
-from wan_trainer.recording.rows import RewardRow, error_row, parse_video_name, video_name
-from wan_trainer.types import SampleId, StepRecord, UserError
+from wan_trainer.recording.rows import (
+    RewardRow,
+    error_row,
+    evaluation_video_name,
+    parse_evaluation_video_name,
+    parse_video_name,
+    video_name,
+)
+from wan_trainer.types import EvaluationRecord, SampleId, StepRecord, UserError
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,10 @@ class RunFiles:
         return self.root / "reward_errors.jsonl"
 
     @property
+    def evaluations(self) -> Path:
+        return self.root / "evaluations.jsonl"
+
+    @property
     def timeline(self) -> Path:
         return self.root / "timeline.jsonl"
 
@@ -51,6 +62,10 @@ class RunFiles:
         """Where the video of one rollout goes: rollout_videos/step-000010-p00-m03.mp4."""
         return self.videos / video_name(sample)
 
+    def evaluation_video(self, batch: int, prompt: int) -> Path:
+        """Where the video of one held prompt goes: rollout_videos/eval-000010-p00.mp4."""
+        return self.videos / evaluation_video_name(batch, prompt)
+
     def is_run(self) -> bool:
         """True when a run has written here."""
         return self.record.is_file() or self.metrics.is_file()
@@ -61,6 +76,10 @@ class StepObserver(Protocol):
 
     def step(self, record: StepRecord) -> None:
         """One optimizer update was made."""
+        ...
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """The held prompts were drawn and scored."""
         ...
 
     def close(self, exit_status: int) -> None:
@@ -79,6 +98,10 @@ class RunLog(Protocol):
 
     def rewards(self, rows: Sequence[RewardRow]) -> None:
         """The verdicts of one wave, missing ones included."""
+        ...
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """One evaluation."""
         ...
 
     def spans(self, spans: Iterable[Span]) -> None:
@@ -108,6 +131,7 @@ class RunWriter:
         self._metrics = JsonlFile(self.files.metrics)
         self._rewards = JsonlFile(self.files.rewards)
         self._reward_errors = JsonlFile(self.files.reward_errors)
+        self._evaluations = JsonlFile(self.files.evaluations)
         self._timeline = JsonlFile(self.files.timeline)
         self._closed = False
 
@@ -129,6 +153,12 @@ class RunWriter:
             if missing is not None:
                 self._reward_errors.append(missing)
 
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """Append to evaluations.jsonl, then tell the observers."""
+        self._evaluations.append(record)
+        for observer in self._observers:
+            observer.evaluation(record)
+
     def spans(self, spans: Iterable[Span]) -> None:
         """Append to timeline.jsonl; times in seconds since the epoch, to the microsecond."""
         for span in spans:
@@ -146,9 +176,14 @@ class RunWriter:
         self._metrics.keep(lambda row: before("batch", row))
         for file in (self._rewards, self._reward_errors, self._timeline):
             file.keep(lambda row: before("step", row))
+        # Their batch counts those before: one at this very point stays, unless the run starts afresh.
+        evaluated = batches + 1 if batches else 0
+        self._evaluations.keep(lambda row: isinstance(at := row.get("batch"), int) and at < evaluated)
         for path in self.files.videos.iterdir():
-            sample = parse_video_name(path.name)
-            if sample is not None and sample.step >= batches:
+            sample, evaluation = parse_video_name(path.name), parse_evaluation_video_name(path.name)
+            if (sample is not None and sample.step >= batches) or (
+                evaluation is not None and evaluation >= evaluated
+            ):
                 path.unlink()
 
     def close(self, exit_status: int) -> None:
@@ -156,7 +191,13 @@ class RunWriter:
         if self._closed:
             return
         self._closed = True
-        for file in (self._metrics, self._rewards, self._reward_errors, self._timeline):
+        for file in (
+            self._metrics,
+            self._rewards,
+            self._reward_errors,
+            self._evaluations,
+            self._timeline,
+        ):
             file.close()
         for observer in self._observers:
             observer.close(exit_status)
@@ -172,6 +213,9 @@ class NullRunLog:
         """Nothing."""
 
     def rewards(self, rows: Sequence[RewardRow]) -> None:
+        """Nothing."""
+
+    def evaluation(self, record: EvaluationRecord) -> None:
         """Nothing."""
 
     def spans(self, spans: Iterable[Span]) -> None:

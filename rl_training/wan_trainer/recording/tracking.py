@@ -15,7 +15,7 @@ from rich.console import Console
 
 from wan_trainer.recording.identity import masked
 from wan_trainer.recording.jsonl import Json, JsonObject, as_json, encode, write_atomic
-from wan_trainer.types import StepRecord
+from wan_trainer.types import EvaluationRecord, StepRecord
 
 if TYPE_CHECKING:
     import wandb
@@ -71,6 +71,19 @@ def tracked_values(record: StepRecord) -> dict[str, float]:
     return values
 
 
+def evaluation_values(record: EvaluationRecord) -> dict[str, float]:
+    """An evaluation as flat numbers under `eval/`."""
+    numbers = {
+        "batch": record.batch,
+        "reward_mean": record.reward_mean,
+        "reward_std": record.reward_std,
+        "reward_valid_fraction": record.reward_valid_fraction,
+        "seconds": record.seconds,
+    }
+    numbers |= {f"reward/{name}": score for name, score in record.components.items()}
+    return {f"eval/{name}": float(value) for name, value in numbers.items()}
+
+
 class WandbTracker:
     """One wandb run for all starts of a run: its id and last step live in output_dir/wandb.json.
 
@@ -99,6 +112,8 @@ class WandbTracker:
         stored_id, last = state.get("id"), state.get("last_step")
         self.run_id = stored_id if isinstance(stored_id, str) else os.urandom(8).hex()
         self._last_step = last if isinstance(last, int) else 0
+        evaluated = state.get("last_evaluation")
+        self._last_evaluation = evaluated if isinstance(evaluated, int) else -1
         self._run: wandb.Run | None = None
         attempts: dict[Mode, tuple[Mode, ...]] = {
             "online": ("online", "offline"),
@@ -120,6 +135,17 @@ class WandbTracker:
         try:
             self._run.log(tracked_values(record), step=record.step)
             self._last_step = record.step
+            self._write_state()
+        except Exception as error:  # noqa: BLE001 - a tracking service must not stop training
+            self._give_up(error)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """Log one evaluation beside the update before it, unless an earlier start already did."""
+        if self._run is None or record.batch <= self._last_evaluation:
+            return
+        try:
+            self._run.log(evaluation_values(record), step=max(record.step, self._last_step))
+            self._last_evaluation = record.batch
             self._write_state()
         except Exception as error:  # noqa: BLE001 - a tracking service must not stop training
             self._give_up(error)
@@ -160,5 +186,7 @@ class WandbTracker:
         self._console.print(f"warning: wandb failed ({type(error).__name__}: {text}); {rest}")
 
     def _write_state(self) -> None:
-        state = {"id": self.run_id, "project": self._project, "last_step": self._last_step}
+        state: JsonObject = {"id": self.run_id, "project": self._project, "last_step": self._last_step}
+        if self._last_evaluation >= 0:
+            state["last_evaluation"] = self._last_evaluation
         write_atomic(self._state_path, encode(state))

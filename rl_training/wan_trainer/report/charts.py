@@ -61,6 +61,21 @@ def reward_chart(metrics: Metrics) -> str | None:
         return as_svg(figure, f"Mean reward and its spread over {len(metrics)} updates.")
 
 
+def evaluation_chart(evaluations: Metrics) -> str | None:
+    """Mean reward of the held prompts and its spread, one point an evaluation."""
+    if not _finite(evaluations["reward_mean"]):
+        return None
+    with drawing("evaluation"):
+        figure, (axes,) = new_figure(2.6)
+        mean_, spread = (np.asarray(evaluations[name]) for name in ("reward_mean", "reward_std"))
+        batches = np.asarray(evaluations["batch"])
+        axes.fill_between(batches, mean_ - spread, mean_ + spread, color=SERIES[2], alpha=0.14, lw=0)
+        axes.plot(batches, mean_, ".-", color=SERIES[2], lw=1.8)
+        axes.set_ylabel("reward")
+        step_axis(axes, "batch")
+        return as_svg(figure, f"Mean reward of the held prompts at {len(evaluations)} evaluations.")
+
+
 def component_chart(metrics: Metrics) -> str | None:
     """Mean raw score of each reward component, when there are several."""
     names = list(metrics.components)[: len(SERIES)]

@@ -91,6 +91,7 @@ def _page(run: RunData) -> str:
     environment.filters["duration"] = format_duration
     pictures = {
         "reward": charts.reward_chart(run.metrics),
+        "evaluation": charts.evaluation_chart(run.evaluations),
         "components": charts.component_chart(run.metrics),
         "ratio": charts.ratio_chart(run.metrics),
         "optimization": charts.optimization_chart(run.metrics),
@@ -109,6 +110,7 @@ def _page(run: RunData) -> str:
         policy=_policy_note(run.metrics),
         # An algorithm without a ratio writes updates that have none.
         has_ratio=pictures["ratio"] is not None or not len(run.metrics),
+        evaluation=_evaluation_note(run.evaluations),
         phases=timeline.phase_times(run.spans),
         tasks=_task_rows(run),
         hidden_tasks=max(0, len(run.tasks) - _SHOWN_TASKS),
@@ -206,6 +208,20 @@ def _policy_note(metrics: Metrics) -> str:
     return (
         f"Off-policy: when a rollout is replayed, the policy that drew it is up to {max(ages)}"
         f" update{'s' if max(ages) > 1 else ''} old, so the ratio leaves 1 and clipping is at work."
+    )
+
+
+def _evaluation_note(evaluations: Metrics) -> str:
+    """What the chart of the evaluations shows, in numbers."""
+    if not len(evaluations):
+        return ""
+    reward, valid = evaluations["reward_mean"], evaluations["reward_valid_fraction"]
+    prompts, first = show(evaluations.last("prompts"), 0), show(evaluations["batch"][0], 0)
+    missing = "" if min(valid) == 1 else f" Of some, rewards are missing: down to {100 * min(valid):.1f}%."
+    return (
+        f"{prompts} held prompts, each from the same noise at every evaluation; the band is one standard "
+        f"deviation over the prompts. {show(reward[0])} after batch {first}, {show(reward[-1])} after batch "
+        f"{show(evaluations.last('batch'), 0)}.{missing}"
     )
 
 

@@ -22,7 +22,8 @@ _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 @dataclass(frozen=True)
 class Metrics:
-    """Columns of metrics.jsonl, one value an update; nan where a row lacks a number."""
+    """Columns of metrics.jsonl, one value an update, or of evaluations.jsonl; nan where a row lacks a
+    number."""
 
     columns: Mapping[str, tuple[float, ...]]
     components: Mapping[str, tuple[float, ...]]
@@ -83,6 +84,7 @@ class RunData:
     root: Path
     record: JsonObject
     metrics: Metrics
+    evaluations: Metrics
     tasks: Mapping[str, TaskRewards]
     errors: Sequence[ErrorReason]
     spans: Sequence[Span]
@@ -131,6 +133,7 @@ def load_run(root: Path) -> RunData:
         root=root,
         record=record,
         metrics=metrics,
+        evaluations=_read_evaluations(files, notes),
         tasks=tasks,
         errors=_read_errors(files, notes),
         spans=_read_spans(files, notes),
@@ -166,6 +169,18 @@ def _read_metrics(files: RunFiles, notes: list[str]) -> Metrics:
     _note_damage(reader, notes)
     if not rows:
         notes.append("metrics.jsonl is missing or empty: no optimizer update has been recorded yet.")
+    return _columns(rows)
+
+
+def _read_evaluations(files: RunFiles, notes: list[str]) -> Metrics:
+    reader = RowReader(files.evaluations)
+    rows = [row for row in reader if math.isfinite(number(row, "batch"))]
+    _note_damage(reader, notes)
+    return _columns(rows)
+
+
+def _columns(rows: Sequence[JsonObject]) -> Metrics:
+    if not rows:
         return Metrics({"step": ()}, {})
     names = {key for row in rows for key, value in row.items() if isinstance(value, int | float)}
     scores = [row.get("components") for row in rows]

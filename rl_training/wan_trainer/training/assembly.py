@@ -28,9 +28,11 @@ from wan_trainer.models.wan.policy import WanPolicy, build_policy
 from wan_trainer.models.wan.reference import Reference, build_reference
 from wan_trainer.models.wan.vae import decode, decode_differentiable, differentiate_decoded
 from wan_trainer.recording.clock import Clock
+from wan_trainer.sampling.differentiable import Guidance
 from wan_trainer.sampling.schedule import sigmas
 from wan_trainer.topology import Topology
 from wan_trainer.training.ema import Ema
+from wan_trainer.training.evaluation import DirectScores, Evaluation, Held, Scorer, SubmittedScores
 from wan_trainer.training.expert_coverage import check_reach
 from wan_trainer.training.observer import RunObserver
 from wan_trainer.training.optimizer import Updater, build_optimizer
@@ -182,6 +184,10 @@ class VaePixels:
         return differentiate_decoded(self.components, x0, objective, self.tiling, self.group)
 
 
+def _pixels(refl: ReflSpec, mesh: Mesh, model: Model) -> VaePixels:
+    return VaePixels(model.components, refl.tiling, mesh.device_mesh.get_group("tp"))
+
+
 def build_refl(
     spec: RunSpec,
     refl: ReflSpec,
@@ -203,7 +209,7 @@ def build_refl(
             encode=PromptEncoder(
                 conditioner(spec, model), clock, TensorParallelPeers(mesh) if mesh.tp_size > 1 else None
             ),
-            decode=VaePixels(model.components),
+            decode=_pixels(refl, mesh, model),
             reward=reward,
             monitor=monitor,
             updater=updater,
@@ -220,6 +226,55 @@ def build_refl(
             policy_version=policy_version,
         )
     )
+
+
+def build_evaluation(
+    spec: RunSpec,
+    topology: Topology,
+    mesh: Mesh,
+    model: Model,
+    held: Held,
+    score: Scorer | None,
+    clock: Clock,
+    observer: RunObserver,
+) -> Evaluation:
+    """Evaluation on the ranks of `mesh`; score: what `evaluation_scorer` gives."""
+    policy, data = model.policy, spec.data
+    return Evaluation(
+        policy=policy,
+        condition=conditioner(spec, model),
+        score=score,
+        held=held,
+        sampler=spec.sampler,
+        # As training draws: rollouts evaluate both branches of guidance in one call.
+        guidance=Guidance(spec.sampler.cfg_scale, "both" if spec.refl is None else spec.refl.cfg_grad),
+        levels=sigma_grid(spec, policy).tolist(),
+        latent_shape=policy.latent_shape(data.num_frames, data.height, data.width),
+        # A reward's queue has room for the rollouts of one batch beside those that wait for replay.
+        chunk_size=min(spec.grpo.sample_batch_size, topology.rollouts_per_rank),
+        communicator=DataParallel(mesh),
+        clock=clock,
+        keep=observer.evaluation,
+        device=mesh.device,
+        peers=TensorParallelPeers(mesh) if mesh.tp_size > 1 else None,
+    )
+
+
+def evaluation_scorer(
+    spec: RunSpec,
+    mesh: Mesh,
+    model: Model,
+    reward: Reward | None,
+    differentiable: DifferentiableReward | None,
+    monitor: DifferentiableReward | None,
+) -> Scorer | None:
+    """What scores held prompts: the rewards of training; None where a tensor-parallel peer submits."""
+    if differentiable is not None:
+        assert spec.refl is not None
+        return DirectScores(_pixels(spec.refl, mesh, model), differentiable, monitor)
+    if reward is None:
+        return None
+    return SubmittedScores(partial(decode, model.components, batch_size=spec.decode_batch_size), reward)
 
 
 def conditioner(spec: RunSpec, model: Model) -> Conditioner:

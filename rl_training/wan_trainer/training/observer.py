@@ -39,6 +39,12 @@ class RunObserver:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_video(path, video, self._fps, crf=VIDEO_CRF)
 
+    def evaluation(self, seen: int, prompt: int, video: np.ndarray) -> None:
+        """Write the video of one held prompt, uint8 (F, H, W, 3), drawn after `seen` batches."""
+        path = self._log.files.evaluation_video(seen, prompt)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_video(path, video, self._fps, crf=VIDEO_CRF)
+
     def rewards(self, batch: PromptBatch, table: RewardTable) -> None:
         """Record all verdicts of one wave."""
         self._log.rewards(reward_rows(batch.samples, table))

@@ -19,7 +19,6 @@ from wan_trainer.config import (
     resolve,
     settle_device,
     topology_of,
-    unbuilt,
 )
 from wan_trainer.distributed.collectives import (
     SharedUserError,
@@ -101,9 +100,6 @@ def plan_start(loaded: LoadedConfig) -> Start:
     cuda_available = torch.cuda.is_available()
     loaded = settle_device(loaded, cuda_available=cuda_available)
     config = loaded.config
-    problems = unbuilt(config)
-    if problems:
-        raise UserError(*problems)
     spec = resolve(config, cuda_available=cuda_available)
     make_importable(loaded.path.parent)
     problems = try_openings(spec) + try_refl(spec)

@@ -18,22 +18,32 @@ from wan_trainer.data.image_rule import takes_first_frames
 from wan_trainer.data.loader import batches
 from wan_trainer.distributed.collectives import (
     SharedUserError,
-    differences_from_first,
     from_first_rank,
     gather_from_every_rank,
     on_every_rank,
+    require_same_files,
 )
 from wan_trainer.distributed.mesh import Mesh
 from wan_trainer.models.wan.adapter_files import adapter_configs
 from wan_trainer.recording.clock import Clock
 from wan_trainer.recording.console import console_for
 from wan_trainer.recording.opening import open_run_log
+from wan_trainer.recording.run_dir import RunFiles
 from wan_trainer.recording.run_record import RunRecord
 from wan_trainer.recording.tracking import stored_run_id
 from wan_trainer.rewards.build import build_reward
 from wan_trainer.topology import Topology, assign, total_batches
-from wan_trainer.training.assembly import Model, build_grpo, build_model, build_refl, build_updater
+from wan_trainer.training.assembly import (
+    Model,
+    build_evaluation,
+    build_grpo,
+    build_model,
+    build_refl,
+    build_updater,
+    evaluation_scorer,
+)
 from wan_trainer.training.checkpoint import CheckpointWriter, TrainState, load_checkpoint
+from wan_trainer.training.evaluation import Evaluation, Held, due_at_start, open_held
 from wan_trainer.training.expert_coverage import ExpertCoverage, learning_experts
 from wan_trainer.training.loop import Boundaries, run_loop
 from wan_trainer.training.observer import RunObserver
@@ -63,6 +73,7 @@ class Work:
     starting_point: StartingPoint | None
     dataset: Dataset
     total: int
+    held: Held | None = None
 
     @property
     def done(self) -> int:
@@ -73,6 +84,12 @@ class Work:
     def complete(self) -> bool:
         """Nothing is left to do."""
         return self.resume is not None and self.done >= self.total
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The names of all tasks that a reward will be asked about."""
+        held = () if self.held is None else self.held.tasks
+        return tuple(dict.fromkeys((*self.dataset.tasks, *held)))
 
 
 def train_on(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collection[str]) -> int:
@@ -91,12 +108,13 @@ def train_on(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collect
             "trained. Raise max_steps or num_epochs to continue it."
         )
         return EXIT_DONE
+    work = replace(work, held=open_held(spec, mesh))
     # Before the minutes of loading: a signal to one rank then is not the end of that rank alone.
     stop = AgreedStop(mesh)
     stop.install()
     with ExitStack() as stack:
         # The scorers start first: they load while the model does.
-        rewards = on_every_rank(mesh, lambda: _rewards(spec, mesh, start.topology, work.dataset, stack))
+        rewards = on_every_rank(mesh, lambda: _rewards(spec, mesh, start.topology, work.tasks, stack))
         begin = None if starting_point is None else starting_point.loader()
         model = on_every_rank(mesh, lambda: build_model(spec, mesh, begin))
         if work.resume is not None:
@@ -146,10 +164,7 @@ def _open_dataset(mesh: Mesh, spec: RunSpec) -> Dataset:
         return dataset
 
     dataset = on_every_rank(mesh, opened)
-    files = {f"dataset_json: the content of {name}": digest for name, digest in dataset.digests.items()}
-    lines = differences_from_first(mesh, files)
-    if lines:
-        raise SharedUserError(*(f"{line}: give every node the same files" for line in lines))
+    require_same_files(mesh, "dataset_json", dataset.digests)
     return dataset
 
 
@@ -165,14 +180,16 @@ class Rewards:
     monitor: DifferentiableReward | None = None
 
 
-def _rewards(spec: RunSpec, mesh: Mesh, topology: Topology, dataset: Dataset, stack: ExitStack) -> Rewards:
+def _rewards(
+    spec: RunSpec, mesh: Mesh, topology: Topology, tasks: Collection[str], stack: ExitStack
+) -> Rewards:
     """The rewards, open until `stack` unwinds."""
     if spec.refl is not None:
         built = differentiable_rewards(spec, spec.refl.roles, mesh, topology)
         return Rewards(differentiable=built[REWARD], monitor=built.get(MONITOR))
     if mesh.tp_rank > 0:
         return Rewards()
-    return Rewards(stack.enter_context(closing(build_reward(spec.reward, dataset.tasks))))
+    return Rewards(stack.enter_context(closing(build_reward(spec.reward, tasks))))
 
 
 def _train(
@@ -213,6 +230,7 @@ def _train(
             mesh,
             keep=spec.output.keep_checkpoints,
             adapters=adapter_configs(model.policy.experts, spec.model.path),
+            roles={} if spec.refl is None else spec.refl.roles.targets,
             clock=clock,
         )
         open_parts.callback(writer.close)
@@ -234,6 +252,13 @@ def _train(
                 writer.start(state, model.policy, model.optimizer, model.ema)
             keep_spans()
 
+        evaluation = _evaluation(start, mesh, work, model, rewards, clock, observer)
+
+        def evaluate(seen: int) -> None:
+            if evaluation is not None:
+                log.evaluation(evaluation(seen, updater.updates))
+                keep_spans()
+
         def said(path: Path | None) -> None:
             if path is not None:
                 console.print(f"saved {path}")
@@ -242,6 +267,8 @@ def _train(
             said(writer.poll())
             return stop.requested()
 
+        if _begins_with_evaluation(spec, mesh, work):
+            evaluate(work.done)
         finished = run_loop(
             _batches(spec, topology, mesh, work),
             ReplayScheduler(algorithm.prepare, algorithm.update, spec.grpo.depth),
@@ -251,10 +278,12 @@ def _train(
                 accumulation=spec.optimizer.gradient_accumulation_steps,
                 batch_size=topology.prompts,
                 dataset_size=len(work.dataset),
+                eval_steps=0 if spec.evaluation is None else spec.evaluation.steps,
             ),
             record=keep_record,
             save=save,
             stop_requested=at_safe_point,
+            evaluate=evaluate,
         )
         said(writer.wait())
         keep_spans()
@@ -306,6 +335,30 @@ def _algorithm(
         clock=clock,
         observer=observer,
         policy_version=version,
+    )
+
+
+def _evaluation(
+    start: Start,
+    mesh: Mesh,
+    work: Work,
+    model: Model,
+    rewards: Rewards,
+    clock: Clock,
+    observer: RunObserver,
+) -> Evaluation | None:
+    if work.held is None:
+        return None
+    score = evaluation_scorer(
+        start.spec, mesh, model, rewards.scorers, rewards.differentiable, rewards.monitor
+    )
+    return build_evaluation(start.spec, start.topology, mesh, model, work.held, score, clock, observer)
+
+
+def _begins_with_evaluation(spec: RunSpec, mesh: Mesh, work: Work) -> bool:
+    evaluation, files = spec.evaluation, RunFiles(spec.output.output_dir)
+    return evaluation is not None and from_first_rank(
+        mesh, lambda: due_at_start(files, evaluation.steps, work.done)
     )
 
 
