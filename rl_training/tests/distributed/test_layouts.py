@@ -41,7 +41,7 @@ JOBS: dict[int, list[tuple[str, str]]] = {
 MOVES: dict[int, list[tuple[str, str]]] = {
     1: [("fsdp4", "alone"), ("hsdp2x2", "alone"), ("tp2 x fsdp2", "alone")],
     2: [("alone", "tp2")],
-    4: [("alone", "fsdp4"), ("fsdp2", "hsdp2x2"), ("tp2", "tp2 x fsdp2")],
+    4: [("fsdp2", "hsdp2x2"), ("tp2", "tp2 x fsdp2")],
 }
 """Checkpoints saved on one layout and loaded on another."""
 SAVED = {saved for moves in MOVES.values() for saved, _ in moves}
