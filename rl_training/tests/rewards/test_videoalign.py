@@ -194,16 +194,21 @@ def _assert_same(scores: DifferentiableScores, expected: DifferentiableScores) -
     torch.testing.assert_close(scores.reward, expected.reward, rtol=1e-3, atol=1e-3)
 
 
-def test_options(checkpoint: Path, tmp_path: Path, videos: torch.Tensor) -> None:
+def test_options(
+    checkpoint: Path, tmp_path: Path, videos: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
     plain = VideoAlign(CONTEXT, model_path=checkpoint, **SIZE).score(videos, SAMPLES)
+    assert caplog.text.count("videoalign.prompt_template: is not set") == 1
     one = VideoAlign(CONTEXT, model_path=checkpoint, weights={"MQ": 2}, **SIZE).score(videos, SAMPLES)
     torch.testing.assert_close(one.reward, 2 * plain.components["MQ"])
+    caplog.clear()
     template = tmp_path / "template.txt"
     template.write_text("<|TA_reward|>{text_prompt}<|MQ_reward|><|VQ_reward|>")
     asked = VideoAlign(CONTEXT, model_path=checkpoint, prompt_template=template, **SIZE).score(
         videos, SAMPLES
     )
     assert (asked.reward - plain.reward).abs().min() > 1e-3
+    assert "prompt_template" not in caplog.text
     half = VideoAlign(CONTEXT, model_path=checkpoint, dtype="bfloat16", **SIZE)
     buffers = dict(half._scorer._network.named_buffers())
     assert {str(tensor.dtype) for tensor in buffers.values()} == {"torch.float32"}, "rotary frequencies"

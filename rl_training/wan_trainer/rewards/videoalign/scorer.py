@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,8 @@ from wan_trainer.rewards.videoalign.tokens import Questions
 from wan_trainer.sampling.dtypes import DTYPES
 from wan_trainer.types import DifferentiableScores, RewardContext, Sample
 
+_log = logging.getLogger(__name__)
+
 
 class Scorer:
     """The loaded reward model."""
@@ -23,6 +26,12 @@ class Scorer:
     def __init__(self, context: RewardContext, options: Options) -> None:
         """Raises UserError when a part of the checkpoint is missing or does not fit the others."""
         files = find_files(options)
+        if options.prompt_template is None:
+            # A warning, since the scores look right and are not the checkpoint's.
+            _log.warning(
+                "videoalign.prompt_template: is not set; the question is this project's, not the one the "
+                "checkpoint was trained with, and shifts its scores"
+            )
         name = options.dtype or ("bfloat16" if context.device.type == "cuda" else "float32")
         self._options = options
         self._video_fps = context.fps
