@@ -104,6 +104,7 @@ def test_a_refl_recipe_has_the_published_values(name):
     assert (spec.refl.roles.reward.path, spec.refl.roles.reward.arguments["model_path"]) == (path, model)
     assert spec.refl.roles.reward_ranks == 0
     assert str(spec.model.path) == "/models/wan" and str(spec.data.dataset_json) == "/data/prompts.jsonl"
+    assert spec.evaluation is not None and str(spec.evaluation.dataset_json) == "/data/held_out.jsonl"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

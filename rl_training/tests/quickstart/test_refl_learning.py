@@ -52,13 +52,16 @@ def test_the_reward_rises_and_the_report_tells_it(world: PromptWorld, tmp_path: 
     assert rows[-1]["reward_mean"] > rows[0]["reward_mean"] + 0.15
     assert all(row["ratio_max_dev"] is None and row["clip_fraction"] is None for row in rows)
     assert "ratio" not in done.stdout and "clip" not in done.stdout
+    held = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["batch"] for row in held] == [0, 10, STEPS]
+    assert held[-1]["reward_mean"] > held[0]["reward_mean"] + 0.15
 
     record = json.loads((run / "run.json").read_text())
     assert (record["algorithm"], record["sampler"]["kind"]) == ("refl", "euler")
     page = Page(render_report(run))
     assert "wan_trainer.rewards.toy.Colour" in page.text and "Ratio" not in page.text
     labels = " ".join(charts(page))
-    assert "Mean reward" in labels and "components red, green, blue" in labels and "|ratio" not in labels
+    assert "Mean reward" in labels and "components blue, green, red" in labels and "|ratio" not in labels
 
 
 @pytest.mark.slow
@@ -67,7 +70,7 @@ def test_a_negated_reward_falls(world: PromptWorld, tmp_path: Path) -> None:
     # One noise and one prompt, so that a difference is the policy's.
     prompt.write_text("a red square\n")
     fixed = ["--refl_fixed_noise", "--dataset_json", str(prompt), "--dataset_size", "1", "--batch_size", "1"]
-    flags = _flags(world, run, SHORT, *fixed, "--refl_weight", "-1")
+    flags = _flags(world, run, SHORT, *fixed, "--refl_weight", "-1", "--eval_steps", "0")
     assert run_ranks(1, train, str(CONFIG), flags, timeout_s=540) == [EXIT_DONE]
     rewards = [row["reward_mean"] for row in _rows(run)]
     assert rewards[-1] < rewards[0] - 0.01

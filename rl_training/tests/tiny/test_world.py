@@ -100,8 +100,9 @@ def test_a_world_of_prompts_is_what_the_refl_quickstart_needs(
     assert tiny_world.main(arguments) == 0
     facts = json.loads((tmp_path / "world" / "world.json").read_text())
     assert f"prompts: {facts['prompts']}" in capsys.readouterr().out.splitlines()
-    before = times(tmp_path)
-    assert tiny_world.main(arguments) == 0 and times(tmp_path) == before
+    parts = [tmp_path / "world" / name for name in ("model", "prompts")]
+    before = [times(part) for part in parts]
+    assert tiny_world.main(arguments) == 0 and [times(part) for part in parts] == before
 
     overrides = [*facts["overrides"], "--output_dir", str(tmp_path / "run"), "--device", "cpu"]
     config = load_config(trainer_root() / "configs" / "quickstart_refl.yaml", overrides)

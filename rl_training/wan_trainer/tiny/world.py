@@ -93,7 +93,8 @@ class PromptWorld:
     def overrides(self) -> tuple[str, ...]:
         """Config overrides that point a run at this world, as `configs/quickstart_refl.yaml` does."""
         model = ("--model_path", str(self.model), "--model_family", self.family)
-        return (*model, "--dataset_json", str(self.prompts))
+        data = ("--dataset_json", str(self.prompts), "--eval_dataset_json", str(self.eval_prompts))
+        return (*model, *data)
 
 
 def evalkit_source() -> Path:
