@@ -18,8 +18,8 @@ from wan_trainer.types import PendingRewards, Reward, RewardRequest, RewardResul
 
 
 def tiny_recipe(out: Path, model: Path, dataset: Path, evalkit: Path, sha256: str) -> dict[str, Any]:
-    """Two prompts x two rollouts of 5 frames, three denoising steps, everything replayed, no real evaluator
-    needed when the reward is a stand-in."""
+    """Two prompts x two rollouts of 5 frames, two denoising steps, the first of them replayed, no real
+    evaluator needed when the reward is a stand-in."""
     return {
         "trainer": "dancegrpo",
         "device": "cpu",
@@ -34,7 +34,7 @@ def tiny_recipe(out: Path, model: Path, dataset: Path, evalkit: Path, sha256: st
         "grpo_shared_prompt_batch": True,
         "grpo_group_size": 2,
         "grpo_sample_batch_size": 2,
-        "grpo_num_sampling_steps": 3,
+        "grpo_num_sampling_steps": 2,
         "dancegrpo_timestep_selection_ratio": 1.0,
         "grpo_sde_formula": "flowcps",
         "grpo_sde_noise_scale": 0.7,
