@@ -162,7 +162,7 @@ def test_bfloat16_tiles_are_blended_in_float32_and_every_video_has_its_own_pixel
     torch.testing.assert_close(of_x0[:, 0], torch.full((3, 1, 4, 6), 12.0, dtype=torch.bfloat16))
 
 
-CASES = {"two tiles": (2, 2, 5), "six tiles": (1, 4, 7)}
+CASES = {"two tiles": (2, 2, 5), "five tiles": (1, 2, 11)}
 """Latent frames, height and width, in tiles of 3 x 3 that share 1."""
 
 
@@ -183,10 +183,11 @@ def decode_on_groups() -> dict[tuple[str, int, int], list[bytes]]:
         pixels = decode_tiled(decode, z, grid, frames)
         with torch.no_grad():
             silent = decode_tiled(decode, z, grid, frames)
-        phases = result_and_gradient(
-            decode, z.detach(), lambda x: (x.pow(3).mean() + x.var(), x.detach().clone()), grid, frames
-        )
-        tensors = [pixels.detach(), silent, gradient(pixels, z), *phases]
+        tensors = [pixels.detach(), silent, gradient(pixels, z)]
+        if len(z) == 2:
+            tensors += result_and_gradient(
+                decode, z.detach(), lambda x: (x.pow(3).mean() + x.var(), x.detach().clone()), grid, frames
+            )
         assert all(tensor.std() > 0 for tensor in tensors)
         return [tensor.numpy().tobytes() for tensor in tensors]
 
