@@ -78,8 +78,8 @@ def test_a_malformed_target_is_one_line(load, name, value, words):
 def test_a_wrong_word_is_still_compared_with_the_built_in_ones(load):
     with pytest.raises(UserError, match=r"flowcp is not one of flowcps, .*did you mean flowcps"):
         load(grpo_sde_formula="flowcp")
-    with pytest.raises(UserError, match="refl is no built-in trainer; use dancegrpo"):
-        load(trainer="refl")
+    with pytest.raises(UserError, match="ppo is no built-in trainer; use dancegrpo"):
+        load(trainer="ppo")
     with pytest.raises(UserError, match=r"grpo_loss .* clip is not a mapping with `_target_` or null"):
         load(grpo_loss="clip")
 
