@@ -100,6 +100,9 @@ class Events:
     log: list[str] = field(default_factory=list)
     tables: list[RewardTable] = field(default_factory=list)
 
+    def wants_videos(self, batch: PromptBatch) -> bool:
+        return True
+
     def videos(self, batch: PromptBatch, videos: np.ndarray, requests: Sequence[RewardRequest]) -> None:
         assert videos.dtype == np.uint8 and len(videos) == len(requests)
         self.log.append("videos")

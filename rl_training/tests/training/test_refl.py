@@ -40,7 +40,16 @@ class Watched:
         if weights and not Path(weights).exists():
             raise UserError(f"roles.reward: {weights} is missing; download it")
 
+    @staticmethod
+    def check_samples(samples: Sequence[Sample], num_frames: int, fps: int, **config: str) -> None:
+        if config.get("blind") == "all":
+            raise UserError(f"roles.reward: {len(samples)} samples of {num_frames} frames cannot be seen")
+
     def score(self, videos: torch.Tensor, samples: Sequence[Sample]) -> DifferentiableScores:
+        if self.fail == "input":
+            raise UserError("roles.reward: one clip is too dark; light it")
+        if self.fail == "detached":
+            videos = videos.detach()
         if self.fail == "scoring":
             raise ValueError("no face in the clip")
         blind = torch.tensor([self.blind in sample.prompt and bool(self.blind) for sample in samples])
@@ -108,6 +117,9 @@ def _alone(recipe: str, out: Path) -> dict[str, Any]:
     lost = json.dumps({"reward": {"_target_": f"{HERE}.Watched", "config": {"weights": str(out / "none")}}})
     start("refused", "--max_steps", "1", "--roles", lost, as_="missing weights")
     start("parts", "--max_steps", "6", "--roles", blind, as_="another reward")
+    for config in ({"blind": "all"}, {"fail": "detached"}):
+        roles = json.dumps({"reward": {"_target_": f"{HERE}.Watched", "config": config}})
+        start("refused", "--max_steps", "1", "--roles", roles, as_=str(config))
     # A part of another save, with a manifest that fits.
     shutil.copytree(out / "parts", out / "mixed")
     checkpoint = out / "mixed" / "checkpoint-4"
@@ -136,7 +148,7 @@ def _three(recipe: str, out: Path) -> dict[str, Any]:
     start("own rank", {}, "--max_steps", "4")
     start("not loaded", {"config": {"fail": "loading"}}, "--max_steps", "1")
     start("raises", {"config": {"fail": "scoring"}}, "--max_steps", "1")
-    start("own rank", {}, "--max_steps", "4")
+    start("mendable", {"config": {"fail": "input"}}, "--max_steps", "1")
     return seen
 
 
@@ -191,7 +203,8 @@ def test_a_reward_that_fails_on_its_own_rank_is_told_where_training_is(
     for seen in three[:2]:
         assert seen["not loaded"] == ["roles.reward: loading failed; mend it"]
         assert "no face in the clip" in seen["raises"]
-    assert three[2]["not loaded"] == 2
+        assert seen["mendable"] == ["roles.reward: one clip is too dark; light it"]
+    assert (three[2]["not loaded"], three[2]["mendable"]) == (2, 2)
 
 
 def test_a_missing_verdict_teaches_nothing_and_is_counted(
@@ -214,5 +227,8 @@ def test_parts_that_do_not_belong_together_are_refused_in_one_line(
     assert "role reward is of step 2 and the actor's of step 4" in line
     (line,) = alone["missing weights"]
     assert line == f"roles.reward: {out / 'none'} is missing; download it"
+    assert alone["{'blind': 'all'}"] == ["roles.reward: 6 samples of 5 frames cannot be seen"]
+    (line,) = alone["{'fail': 'detached'}"]
+    assert line.startswith("roles.reward: the reward has no graph to the pixels")
     (line,) = alone["another reward"]
     assert line.startswith("roles: ") and "--allow_changed roles" in line

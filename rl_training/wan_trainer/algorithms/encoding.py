@@ -21,7 +21,7 @@ class PromptEncoder:
 
     @property
     def leads(self) -> bool:
-        """True on the rank that encodes, decodes and observes for its peers."""
+        """True on the rank that encodes and observes for its peers; in GRPO it alone decodes and submits."""
         return self.peers is None or self.peers.leads
 
     def __call__(self, batch: PromptBatch, ids: Sequence[SampleId]) -> tuple[Condition, dict[int, int]]:

@@ -175,6 +175,10 @@ class Peers(Protocol):
         """The leader's condition, on every rank of the group; the others pass None."""
         ...
 
+    def same(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The leader's values of a tensor that every rank of the group has, bit for bit."""
+        ...
+
 
 class PhaseClock(Protocol):
     """Times the phases of a step (`recording.clock.Clock`)."""
@@ -190,6 +194,10 @@ class PhaseClock(Protocol):
 
 class Observer(Protocol):
     """Sees what passes by: writes rewards and sample videos."""
+
+    def wants_videos(self, batch: PromptBatch) -> bool:
+        """Whether `videos` keeps any of this batch."""
+        ...
 
     def videos(self, batch: PromptBatch, videos: np.ndarray, requests: Sequence[RewardRequest]) -> None:
         """Rollouts of this rank, uint8 (N, frames, H, W, 3), one request a row. Must not keep them."""

@@ -33,7 +33,6 @@ from wan_trainer.sampling.differentiable import (
     draw,
     grad_plan,
     step_backward,
-    straight,
 )
 from wan_trainer.sampling.noise import initial_noise
 from wan_trainer.topology import assign
@@ -218,12 +217,13 @@ class Refl:
                 with torch.no_grad():
                     watched = parts.monitor.score(pixels, samples)
             scored.results += verdicts(chunk.ids, scores, watched, started)
-        if parts.encode.leads:
+        if parts.encode.leads and parts.observer.wants_videos(batch):
             requests = [RewardRequest(i, batch.samples[i.prompt]) for i in chunk.ids]
             parts.observer.videos(batch, as_video(pixels), requests)
         # A verdict that is missing teaches nothing, whatever its graph says.
         valid = torch.isfinite(scores.reward.detach()).to(gradient.device).view(-1, 1, 1, 1, 1)
-        return torch.where(valid, gradient, 0.0)
+        gradient = torch.where(valid, gradient, 0.0)
+        return gradient if parts.encode.peers is None else parts.encode.peers.same(gradient)
 
     def _backward(
         self,
@@ -242,9 +242,6 @@ class Refl:
         parts, condition, levels = self._parts, chunk.condition, self._parts.levels
         first_use = {parts.policy.expert_for(levels[index]): index for index in reversed(plan.steps)}
         divergence = torch.zeros(len(chunk.ids), device=gradient.device)
-        if not plan.jump:
-            for _ in range(plan.steps[-1] + 1, len(levels) - 1):
-                gradient = straight(gradient, condition)
         for index in reversed(plan.steps):
             sigma, x_t = levels[index], chunk.sampled.latents[index]
             reference = None

@@ -79,7 +79,8 @@ def _unused(config: GrpoConfig) -> Iterator[Problem]:
         *VlmRewardSection.model_fields,
         *_GRPO_ALONE,
     )
-    for name in (name for name in names if name in changed_keys(config, name)):
+    changed = set(changed_keys(config, *names))
+    for name in (name for name in names if name in changed):
         yield refuse(name, "is not read by trainer: refl; remove it", "trainer")
 
 

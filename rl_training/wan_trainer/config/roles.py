@@ -53,6 +53,8 @@ def _check_role(name: str, role: JsonValue) -> None:
             raise malformed(
                 f"has {name}.config: {config}, which is not a mapping", "write `argument: value` lines"
             )
+        if KEY in config:
+            raise malformed(f"has {KEY} in {name}.config", f"write it as {name}.{KEY}")
         well_formed(_call(role))
     placement = role.get("placement", {})
     if not isinstance(placement, Mapping) or len(placement) > 1 or set(placement) - {"share_with", "ranks"}:
@@ -60,9 +62,9 @@ def _check_role(name: str, role: JsonValue) -> None:
             f"has {name}.placement: {placement}",
             "write {share_with: actor}, or {ranks: N} for N ranks of its own",
         )
-    ranks = placement.get("ranks")
-    if ranks is None:
+    if "ranks" not in placement:
         return
+    ranks = placement["ranks"]
     if name != REWARD:
         raise malformed(f"gives {name} ranks of its own", "only a reward can have them; use share_with")
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
@@ -90,7 +92,7 @@ def _check_home(name: str, roles: Mapping[str, JsonValue]) -> None:
                 f"places roles in a circle: {' shares with '.join(seen[seen.index(host) :])}",
                 "let one of them share with actor",
             )
-    if name == REFERENCE and (len(seen) > 1 or "ranks" in _placement(roles, name)):
+    if name == REFERENCE and len(seen) > 1:
         raise malformed(
             f"places reference with {seen[-1]}",
             "use share_with: actor, whose weights without what is trained it is",

@@ -71,6 +71,15 @@ class TensorParallelPeers:
             shared[name] = own[name]
         return Condition(**shared)
 
+    def same(self, tensor: torch.Tensor) -> torch.Tensor:
+        """tp rank 0's values, on every rank of the group.
+
+        A backward pass on a GPU adds up in no fixed order, and what peers hold whole must not drift apart.
+        """
+        values = tensor.contiguous()
+        dist.broadcast(values, group=self.mesh.device_mesh.get_group("tp"), group_src=0)
+        return values
+
 
 def gather_objects[T](mesh: Mesh, value: T) -> list[T]:
     """The values of all data-parallel ranks, in rank order, on every rank.

@@ -7,56 +7,109 @@ gloo: a video of pixels each way a step, which takes a fraction of what it takes
 from __future__ import annotations
 
 import pickle
+import queue
+import threading
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
 
 _HEADER, _BODY = 1, 2
 _DTYPES = (torch.uint8, torch.float32, torch.float64)
-_LONGEST = 8
+_DIMS = 8
+
+
+class Message(NamedTuple):
+    """What a rank sent: an object, and a tensor on the CPU beside it or None."""
+
+    source: int
+    value: Any
+    tensor: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A rank's way to the ranks of other roles. rank: its own number in `group`, which holds all of them."""
+    """A rank's way to the ranks of other roles.
+
+    rank: its own number in `group`, which holds all of them. patience: how long an answer may take.
+    """
 
     group: ProcessGroup
     rank: int
+    patience: timedelta
 
-    def send(self, to: int, message: object, tensor: torch.Tensor | None = None) -> None:
+    def send(self, to: int, value: object, tensor: torch.Tensor | None = None) -> None:
         """Send an object and, if given, a tensor beside it; returns once both are on their way."""
-        text = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
-        header = torch.zeros(2 + _LONGEST + 1, dtype=torch.int64)
-        header[0] = text.numel()
-        header[1] = -1
+        text = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        header = torch.zeros(3 + _DIMS, dtype=torch.int64)
+        header[0], header[1] = text.numel(), -1
         if tensor is not None:
-            assert tensor.dim() <= _LONGEST, tensor.shape
-            header[1] = _DTYPES.index(tensor.dtype)
-            header[2] = tensor.dim()
+            assert tensor.dim() <= _DIMS and tensor.dtype in _DTYPES, (tensor.shape, tensor.dtype)
+            header[1], header[2] = _DTYPES.index(tensor.dtype), tensor.dim()
             header[3 : 3 + tensor.dim()] = torch.tensor(tensor.shape)
         self.group.send([header], to, _HEADER).wait()
         self.group.send([text], to, _BODY).wait()
         if tensor is not None and tensor.numel():
             self.group.send([tensor.detach().cpu().contiguous()], to, _BODY).wait()
 
-    def receive(self, source: int | None = None) -> tuple[int, Any, torch.Tensor | None]:
-        """The next message of `source`, or of whoever sends first: sender, object, tensor on the CPU."""
-        header = torch.zeros(2 + _LONGEST + 1, dtype=torch.int64)
-        if source is None:
-            work = self.group.recv_anysource([header], _HEADER)
-            work.wait()
-            source = int(work._source_rank())
-        else:
-            self.group.recv([header], source, _HEADER).wait()
-        numbers = [int(number) for number in header]
-        text = torch.empty(numbers[0], dtype=torch.uint8)
+    def receive(self, source: int) -> Message:
+        """The next message of `source`. Raises RuntimeError when it is gone, or longer than `patience`."""
+        return self._receive(source, self.patience)
+
+    def _receive(self, source: int, patience: timedelta | None) -> Message:
+        header = torch.zeros(3 + _DIMS, dtype=torch.int64)
+        first = self.group.recv([header], source, _HEADER)
+        _ = first.wait() if patience is None else first.wait(patience)
+        length, dtype, dims, *shape = (int(number) for number in header)
+        text = torch.empty(length, dtype=torch.uint8)
         self.group.recv([text], source, _BODY).wait()
         tensor = None
-        if numbers[1] >= 0:
-            tensor = torch.empty(numbers[3 : 3 + numbers[2]], dtype=_DTYPES[numbers[1]])
+        if dtype >= 0:
+            tensor = torch.empty(shape[:dims], dtype=_DTYPES[dtype])
             if tensor.numel():
                 self.group.recv([tensor], source, _BODY).wait()
         # From a rank of this run, started with the same code.
-        return source, pickle.loads(text.numpy().tobytes()), tensor
+        return Message(source, pickle.loads(text.numpy().tobytes()), tensor)
+
+
+class Inbox:
+    """The messages of several ranks as they come, however long that takes.
+
+    A receive from whoever is first would not notice that a rank is gone: one thread waits for each.
+    """
+
+    def __init__(self, exchange: Exchange, sources: Sequence[int]) -> None:
+        self._arrived: queue.SimpleQueue[Message | RuntimeError] = queue.SimpleQueue()
+        self._held: deque[Message] = deque()
+        self._exchange = exchange
+        for source in sources:
+            name = f"messages of rank {source}"
+            threading.Thread(target=self._listen, args=(source,), name=name, daemon=True).start()
+
+    def next(self, source: int | None = None) -> Message:
+        """The next message, of `source` if given; others are kept.
+
+        Raises RuntimeError when a rank is gone.
+        """
+        for message in tuple(self._held):
+            if source in (None, message.source):
+                self._held.remove(message)
+                return message
+        while True:
+            message = self._arrived.get()
+            if isinstance(message, RuntimeError):
+                raise message
+            if source in (None, message.source):
+                return message
+            self._held.append(message)
+
+    def _listen(self, source: int) -> None:
+        try:
+            while True:
+                self._arrived.put(self._exchange._receive(source, None))
+        except RuntimeError as error:
+            self._arrived.put(error)

@@ -20,6 +20,8 @@ AXES = ("dp_replicate", "dp_shard", "tp")
 # How long one collective may wait for its peers. Longer than any reward deadline: a rank that waits for its
 # own scorers keeps the others waiting in the gather.
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
+# How long a rank that only scores may have nothing to do.
+_IDLE = timedelta(days=30)
 
 _ALONE = "start ranks with scripts/train/grpo_multinode.fish, or unset WORLD_SIZE and RANK to run one process"
 
@@ -82,8 +84,8 @@ def init_mesh(
     store = _rendezvous(rank, world, timeout_s)
     exchange, scores = None, False
     if reward_ranks:
-        everyone = dist.ProcessGroupGloo(PrefixStore("exchange", store), rank, world, COLLECTIVE_TIMEOUT)
-        exchange, scores = Exchange(everyone, rank), rank >= actors  # pyright: ignore[reportArgumentType] - its stub lacks the base class
+        everyone = dist.ProcessGroupGloo(PrefixStore("exchange", store), rank, world, _IDLE)
+        exchange, scores = Exchange(everyone, rank, COLLECTIVE_TIMEOUT), rank >= actors  # pyright: ignore[reportArgumentType] - its stub lacks the base class
         store = PrefixStore("reward" if scores else "actor", store)
         rank, world = (rank - actors, reward_ranks) if scores else (rank, actors)
         tp, dp_replicate = (1, 1) if scores else (tp, dp_replicate)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 
 from wan_trainer.config.specs import Family, OwnRewardSpec, RunSpec
+from wan_trainer.data.dataset import load_dataset
 from wan_trainer.models.wan.directory import read_directory
 from wan_trainer.models.wan.grad_window import check_grad_window
 from wan_trainer.preflight.finding import Finding
 from wan_trainer.rewards.build import build_part
-from wan_trainer.rewards.differentiable import check_roles
+from wan_trainer.rewards.role_checks import check_roles, check_samples
 from wan_trainer.targets import named_targets, user_code
 from wan_trainer.types import UserError
 
@@ -26,10 +28,13 @@ def check_openings(spec: RunSpec) -> list[Finding]:
 
 
 def check_refl(spec: RunSpec, family: Family | None, *, readable: bool) -> list[Finding]:
-    """Rewards and their weight files; where the model directory is `readable`, also the gradient window."""
+    """Rewards, their files and what they need of the data; of a `readable` model also the gradient window."""
     if spec.refl is None:
         return []
     lines = check_roles(spec.refl.roles)
+    # What is wrong with the data set itself is said where that is checked.
+    with suppress(UserError):
+        lines += check_samples(spec.refl.roles, load_dataset(spec.data), spec.data.num_frames, spec.data.fps)
     if readable:
         lines += check_grad_window(spec, spec.refl, read_directory(spec.model.path, family))
     return [Finding(line) for line in lines]

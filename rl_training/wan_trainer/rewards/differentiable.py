@@ -1,12 +1,50 @@
-"""Rewards whose gradient reaches the pixels: found, built and checked."""
+"""Rewards whose gradient reaches the pixels: built, and held to their interface."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
-from wan_trainer.config.specs import RolesSpec, Target
-from wan_trainer.targets import checked_call, construct, require_methods, user_code
-from wan_trainer.types import DifferentiableReward, RewardContext, UserError
+import torch
+
+from wan_trainer.config.specs import Target
+from wan_trainer.targets import construct, require_methods
+from wan_trainer.types import (
+    DifferentiableReward,
+    DifferentiableScores,
+    RewardContext,
+    Sample,
+    UserError,
+)
+
+
+@dataclass(frozen=True)
+class CheckedReward:
+    """A reward held to its interface: what would train on nothing is one line that names its key."""
+
+    key: str
+    reward: DifferentiableReward
+
+    def score(self, videos: torch.Tensor, samples: Sequence[Sample]) -> DifferentiableScores:
+        """See `types.DifferentiableReward`; float32 whatever the reward computes in, float64 stays."""
+        scores = self.reward.score(videos, samples)
+        shape = (videos.shape[0],)
+        for name, values in (("reward", scores.reward), *scores.components.items()):
+            if tuple(values.shape) != shape:
+                raise UserError(
+                    f"{self.key}: {name} has shape {tuple(values.shape)}, and {shape[0]} videos were scored; "
+                    "return one number a video"
+                )
+        needed = videos.requires_grad and torch.is_grad_enabled()
+        if needed and not scores.reward.requires_grad:
+            raise UserError(
+                f"{self.key}: the reward has no graph to the pixels, so that nothing would be learned; "
+                "compute it from the videos without no_grad or detach"
+            )
+        wide = torch.promote_types(scores.reward.dtype, torch.float32)
+        components = {name: values.detach().float() for name, values in scores.components.items()}
+        return DifferentiableScores(scores.reward.to(wide), components)
 
 
 def build_differentiable(key: str, target: Target, context: RewardContext) -> DifferentiableReward:
@@ -16,28 +54,4 @@ def build_differentiable(key: str, target: Target, context: RewardContext) -> Di
     """
     reward = construct(key, target, context)
     require_methods(key, target, reward, ["score"])
-    return cast("DifferentiableReward", reward)
-
-
-def check_roles(roles: RolesSpec) -> list[str]:
-    """What is wrong with the rewards of a run, one line each; see `check_differentiable`."""
-    lines: list[str] = []
-    for key, target in roles.targets.items():
-        try:
-            check_differentiable(key, target)
-        except UserError as error:
-            lines += error.problems
-    return lines
-
-
-def check_differentiable(key: str, target: Target) -> None:
-    """What can be said without loading it: that it is found, takes its configuration and has its files.
-
-    A target says the latter by a static method `check_files(**config)`, which raises UserError. Raises
-    UserError.
-    """
-    factory = checked_call(key, target, None)
-    check_files = getattr(factory, "check_files", None)
-    if callable(check_files):
-        with user_code(key, target, "check_files"):
-            check_files(**target.arguments)
+    return CheckedReward(key, cast("DifferentiableReward", reward))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from wan_trainer.distributed.exchange import Exchange
+from wan_trainer.distributed.exchange import Exchange, Inbox
 from wan_trainer.types import (
     DifferentiableReward,
     DifferentiableScores,
@@ -17,14 +18,18 @@ from wan_trainer.types import (
     first_line,
 )
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Ask:
-    """Whether the rewards are loaded."""
+    """Whether the rewards are loaded. values: what must be the same on both sides, by name."""
+
+    values: Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Ready:
+class Loaded:
     """They are, or `problems`, lines for the user, say why not."""
 
     problems: tuple[str, ...] = ()
@@ -32,7 +37,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Score:
-    """Score the pixels beside this message. differentiate: their gradient will be asked for."""
+    """Score the pixels beside this message. differentiate: their gradient is asked for next."""
 
     name: str
     samples: tuple[Sample, ...]
@@ -40,10 +45,14 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Scored:
-    """The verdicts; failure: what the reward raised instead."""
+class Answer:
+    """The components of the rewards, or the gradient, beside this message; or why there are none.
 
-    components: Mapping[str, list[float]]
+    problems: lines that the user can mend. failure: anything else that the reward raised.
+    """
+
+    components: Mapping[str, list[float]] = field(default_factory=dict[str, list[float]])
+    problems: tuple[str, ...] = ()
     failure: str | None = None
 
 
@@ -66,7 +75,8 @@ class RemoteRewardError(RuntimeError):
 class RemoteReward:
     """A `DifferentiableReward` whose work is done by rank `server` of the exchange.
 
-    name: which of the rewards that the server holds.
+    name: which of the rewards that the server holds. What has a gradient is differentiated before anything
+    else is asked: the server holds one graph.
     """
 
     def __init__(self, exchange: Exchange, server: int, name: str) -> None:
@@ -75,29 +85,29 @@ class RemoteReward:
         self._name = name
 
     def score(self, videos: torch.Tensor, samples: Sequence[Sample]) -> DifferentiableScores:
-        """See `types.DifferentiableReward`. Backward asks the server once; score again before another."""
+        """See `types.DifferentiableReward`. Raises what the reward raised: UserError or RemoteRewardError."""
         components: dict[str, torch.Tensor] = {}
 
         def ask(pixels: torch.Tensor, differentiate: bool) -> torch.Tensor:
-            message = Score(self._name, tuple(samples), differentiate)
-            self._exchange.send(self._server, message, pixels)
-            _, scored, reward = self._exchange.receive(self._server)
-            assert isinstance(scored, Scored), scored
-            if scored.failure is not None or reward is None:
-                raise RemoteRewardError(f"{self._name} failed on its own rank: {scored.failure}")
-            components.update({name: torch.tensor(values) for name, values in scored.components.items()})
-            return reward.to(pixels.device)
+            answer, reward = self._answer(Score(self._name, tuple(samples), differentiate), pixels)
+            components.update({name: torch.tensor(values) for name, values in answer.components.items()})
+            return reward
 
         def differentiated(gradient: torch.Tensor) -> torch.Tensor:
-            self._exchange.send(self._server, Differentiate(), gradient)
-            _, scored, pixels = self._exchange.receive(self._server)
-            assert isinstance(scored, Scored), scored
-            if scored.failure is not None or pixels is None:
-                raise RemoteRewardError(f"{self._name} failed on its own rank: {scored.failure}")
-            return pixels.to(gradient.device)
+            return self._answer(Differentiate(), gradient)[1]
 
         reward: Any = _Asked.apply(videos, ask, differentiated)
         return DifferentiableScores(reward, components)
+
+    def _answer(self, message: object, tensor: torch.Tensor) -> tuple[Answer, torch.Tensor]:
+        self._exchange.send(self._server, message, tensor)
+        _, answer, result = self._exchange.receive(self._server)
+        assert isinstance(answer, Answer), answer
+        if answer.problems:
+            raise UserError(*answer.problems)
+        if answer.failure is not None or result is None:
+            raise RemoteRewardError(f"{self._name} failed on its own rank: {answer.failure}")
+        return answer, result.to(tensor.device)
 
 
 class _Asked(torch.autograd.Function):
@@ -118,73 +128,102 @@ class _Asked(torch.autograd.Function):
         return ctx.differentiated(gradients[0]), None, None
 
 
-def wait_until_ready(exchange: Exchange, server: int) -> None:
-    """Raise UserError with what keeps the server from scoring."""
-    exchange.send(server, Ask())
-    _, ready, _ = exchange.receive(server)
-    assert isinstance(ready, Ready), ready
-    if ready.problems:
-        raise UserError(*ready.problems)
+def wait_until_loaded(exchange: Exchange, server: int, values: Mapping[str, str]) -> None:
+    """Raise UserError with what keeps the server from scoring, or differs there from `values`."""
+    exchange.send(server, Ask(values))
+    _, loaded, _ = exchange.receive(server)
+    assert isinstance(loaded, Loaded), loaded
+    if loaded.problems:
+        raise UserError(*loaded.problems)
 
 
 def serve_rewards(
     exchange: Exchange,
     clients: Sequence[int],
+    values: Mapping[str, str],
     build: Callable[[], Mapping[str, DifferentiableReward]],
     device: torch.device,
 ) -> int:
     """Load the rewards and score for `clients` until each has closed; the exit status of the run.
 
-    It sends answers only, so that a client may close whenever it has none to come.
+    It sends answers only, so that a client may close whenever it has none to come. Raises RuntimeError when a
+    client is gone without closing.
     """
-    ready = Ready()
+    inbox = Inbox(exchange, clients)
+    problems: tuple[str, ...] = ()
     rewards: Mapping[str, DifferentiableReward] = {}
     try:
         rewards = build()
     except UserError as error:
-        ready = Ready(error.problems)
-    held: dict[int, _Held] = {}
+        problems = error.problems
     open_clients, status = set(clients), 0
     while open_clients:
-        client, message, tensor = exchange.receive()
+        client, message, tensor = inbox.next()
         if isinstance(message, Close):
             open_clients.discard(client)
             status = max(status, message.status)
-            continue
-        if isinstance(message, Ask):
-            exchange.send(client, ready)
-            continue
-        try:
-            if isinstance(message, Score):
-                assert tensor is not None
-                held[client] = _score(rewards[message.name], message, tensor.to(device))
-                reply, answer = Scored(held[client].components), held[client].reward.detach()
-            else:
-                assert isinstance(message, Differentiate) and tensor is not None, message
-                reply, answer = Scored({}), held.pop(client).gradient(tensor.to(device))
-        except Exception as error:  # noqa: BLE001 - the reward is the user's code; its client says what it was
-            reply, answer = Scored({}, f"{type(error).__name__}: {first_line(error)}"), None
-        exchange.send(client, reply, answer)
+        elif isinstance(message, Ask):
+            other = [name for name in values if message.values.get(name) != values[name]]
+            differing = tuple(
+                f"{name}: differs on the rank of the reward; start every node with the same configuration"
+                for name in other
+            )
+            exchange.send(client, Loaded(problems + differing))
+        else:
+            assert isinstance(message, Score) and tensor is not None, message
+            status = max(
+                status, _serve(exchange, inbox, open_clients, client, message, rewards, tensor.to(device))
+            )
     return status
 
 
-@dataclass(frozen=True)
-class _Held:
-    """The graph of what one client had scored last."""
-
-    pixels: torch.Tensor
-    reward: torch.Tensor
-    components: Mapping[str, list[float]]
-
-    def gradient(self, of_reward: torch.Tensor) -> torch.Tensor:
-        torch.autograd.backward(self.reward, of_reward.to(self.reward.dtype))
-        assert self.pixels.grad is not None
-        return self.pixels.grad
-
-
-def _score(reward: DifferentiableReward, message: Score, pixels: torch.Tensor) -> _Held:
+def _serve(
+    exchange: Exchange,
+    inbox: Inbox,
+    open_clients: set[int],
+    client: int,
+    message: Score,
+    rewards: Mapping[str, DifferentiableReward],
+    pixels: torch.Tensor,
+) -> int:
+    """One request and the gradient that follows; the status with which the client closed instead, or 0."""
     pixels.requires_grad_(message.differentiate)
-    with torch.set_grad_enabled(message.differentiate):
-        scores = reward.score(pixels, message.samples)
-    components = {name: [float(value) for value in values] for name, values in scores.components.items()}
-    return _Held(pixels, scores.reward, components)
+    scored: list[DifferentiableScores] = []
+
+    def score() -> tuple[Answer, torch.Tensor]:
+        with torch.set_grad_enabled(message.differentiate):
+            scored.append(rewards[message.name].score(pixels, message.samples))
+        components = scored[0].components.items()
+        return Answer({name: [float(value) for value in values] for name, values in components}), scored[
+            0
+        ].reward
+
+    exchange.send(client, *_attempt(score))
+    if not scored or not message.differentiate:
+        return 0
+    # The client asks for nothing else in between, and others wait: one graph at a time.
+    _, then, gradient = inbox.next(client)
+    if isinstance(then, Close):
+        open_clients.discard(client)
+        return then.status
+    assert isinstance(then, Differentiate) and gradient is not None, then
+
+    def differentiate() -> tuple[Answer, torch.Tensor]:
+        torch.autograd.backward(scored[0].reward, gradient.to(scored[0].reward))
+        assert pixels.grad is not None
+        return Answer(), pixels.grad
+
+    exchange.send(client, *_attempt(differentiate))
+    return 0
+
+
+def _attempt(work: Callable[[], tuple[Answer, torch.Tensor]]) -> tuple[Answer, torch.Tensor | None]:
+    """What the reward, the user's code, gives or raises."""
+    try:
+        answer, tensor = work()
+        return answer, tensor.detach()
+    except UserError as error:
+        return Answer(problems=error.problems), None
+    except Exception as error:  # noqa: BLE001 - the client says what it was
+        _log.exception("the reward failed")
+        return Answer(failure=f"{type(error).__name__}: {first_line(error)}"), None

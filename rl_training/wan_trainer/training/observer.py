@@ -28,10 +28,14 @@ class RunObserver:
         self._total_batches = total_batches
         self._fps = fps
 
+    def wants_videos(self, batch: PromptBatch) -> bool:
+        """Whether some of this batch are kept."""
+        last = batch.step == self._total_batches - 1
+        return self._every_steps > 0 and (last or batch.step % self._every_steps == 0)
+
     def videos(self, batch: PromptBatch, videos: np.ndarray, requests: Sequence[RewardRequest]) -> None:
         """Write the kept ones of `videos`, uint8 (N, F, H, W, 3)."""
-        last = batch.step == self._total_batches - 1
-        if self._every_steps == 0 or (batch.step % self._every_steps and not last):
+        if not self.wants_videos(batch):
             return
         for video, request in zip(videos, requests, strict=True):
             if request.id.prompt < PROMPTS_KEPT and request.id.member < MEMBERS_KEPT:

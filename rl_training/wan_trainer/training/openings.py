@@ -9,7 +9,7 @@ from wan_trainer.config.specs import RunSpec
 from wan_trainer.models.wan.directory import read_directory
 from wan_trainer.models.wan.grad_window import check_grad_window
 from wan_trainer.objectives.surrogate import policy_loss
-from wan_trainer.rewards.differentiable import check_roles
+from wan_trainer.rewards.role_checks import check_roles
 from wan_trainer.sampling.transitions import transition_rule
 from wan_trainer.training.lr_schedule import learning_rate_schedule
 from wan_trainer.types import UserError

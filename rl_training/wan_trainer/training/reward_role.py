@@ -5,30 +5,30 @@ from __future__ import annotations
 import signal
 from contextlib import suppress
 
+from wan_trainer.algorithms.base import RunFailure
 from wan_trainer.config.specs import RolesSpec, RunSpec
 from wan_trainer.distributed.mesh import Mesh
 from wan_trainer.rewards.differentiable import build_differentiable
-from wan_trainer.rewards.remote import Close, RemoteReward, serve_rewards, wait_until_ready
+from wan_trainer.rewards.remote import Close, RemoteReward, serve_rewards, wait_until_loaded
 from wan_trainer.topology import Topology
-from wan_trainer.training.start import Start
+from wan_trainer.training.first_failure import first_failure
+from wan_trainer.training.start import Start, shared_values
 from wan_trainer.types import DifferentiableReward, RewardContext
 
 REWARD, MONITOR = "roles.reward", "roles.monitor"
 
 
-def differentiable_rewards(
-    spec: RunSpec, roles: RolesSpec, mesh: Mesh, topology: Topology
-) -> dict[str, DifferentiableReward]:
+def differentiable_rewards(start: Start, roles: RolesSpec, mesh: Mesh) -> dict[str, DifferentiableReward]:
     """The rewards of a rank that trains, by the configuration key that names them.
 
     Raises UserError when one cannot be used, also where it is loaded by a rank of its own.
     """
     remote = _placed(roles, with_actor=False)
-    built = _build(spec, roles, mesh, _placed(roles, with_actor=True))
+    built = _build(start.spec, roles, mesh, _placed(roles, with_actor=True))
     if remote:
         assert mesh.exchange is not None
-        server = server_of(mesh.rank, topology)
-        wait_until_ready(mesh.exchange, server)
+        server = server_of(mesh.rank, start.topology)
+        wait_until_loaded(mesh.exchange, server, shared_values(start))
         built |= {name: RemoteReward(mesh.exchange, server, name) for name in remote}
     return built
 
@@ -41,12 +41,17 @@ def score_for_actors(mesh: Mesh, start: Start) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     own = mesh.exchange.rank
-    return serve_rewards(
-        mesh.exchange,
-        [rank for rank in range(topology.world) if server_of(rank, topology) == own],
-        lambda: _build(start.spec, refl.roles, mesh, _placed(refl.roles, with_actor=False)),
-        mesh.device,
-    )
+    try:
+        return serve_rewards(
+            mesh.exchange,
+            [rank for rank in range(topology.world) if server_of(rank, topology) == own],
+            shared_values(start),
+            lambda: _build(start.spec, refl.roles, mesh, _placed(refl.roles, with_actor=False)),
+            mesh.device,
+        )
+    except RuntimeError as error:
+        # Usually one that trains is gone, and its own line comes first.
+        raise RunFailure(first_failure(start.spec.output.output_dir, own, error)) from error
 
 
 def close_scoring(mesh: Mesh, topology: Topology, status: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection
 from contextlib import ExitStack
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from wan_trainer.algorithms.base import RunFailure
 from wan_trainer.config import (
     LoadedConfig,
-    common_values,
     contract_values,
     resolve,
     settle_device,
@@ -26,18 +24,17 @@ from wan_trainer.distributed.collectives import (
     from_first_rank,
 )
 from wan_trainer.distributed.mesh import Mesh, init_mesh
-from wan_trainer.models.wan.base_lora_files import SHA256_KEY, base_lora_identity
-from wan_trainer.recording.identity import code_digest
+from wan_trainer.models.wan.base_lora_files import base_lora_identity
 from wan_trainer.recording.manifest import latest_checkpoint, verify_checkpoint
 from wan_trainer.recording.run_dir import RunFiles
 from wan_trainer.recording.run_record import FinalCheckpoint, RunRecord
-from wan_trainer.targets import make_importable, source_digests
+from wan_trainer.targets import make_importable
 from wan_trainer.training.first_failure import clear_failure, first_failure, lost_peer
 from wan_trainer.training.openings import try_openings, try_refl
 from wan_trainer.training.reward_role import close_scoring, score_for_actors
 from wan_trainer.training.run_lock import RunLock
 from wan_trainer.training.session import train_on
-from wan_trainer.training.start import PACKAGE, Start, native_threads
+from wan_trainer.training.start import Start, native_threads, shared_values
 from wan_trainer.types import (
     EXIT_BAD_INPUT,
     EXIT_DONE,
@@ -117,10 +114,7 @@ def _compare_nodes(mesh: Mesh, start: Start) -> None:
     The launcher's roll call has said so already, without the minutes that ranks take to come up, and before
     a missing machine ends in a time-out. Ranks that torchrun or a scheduler starts directly have only this.
     """
-    values = {key: json.dumps(value) for key, value in common_values(start.loaded.config).items()}
-    values |= {f"the source of {key}": digest for key, digest in source_digests(start.spec).items()}
-    values |= {"the content of base_lora": start.contract["model"].get(SHA256_KEY, "")}
-    lines = differences_from_first(mesh, values | {"the version of the code": code_digest(PACKAGE)})
+    lines = differences_from_first(mesh, shared_values(start))
     if lines:
         raise SharedUserError(*(f"{line}: start every node with the same configuration" for line in lines))
 

@@ -32,6 +32,7 @@ from wan_trainer.recording.run_dir import RunFiles
 from wan_trainer.recording.run_record import RunRecord
 from wan_trainer.recording.tracking import stored_run_id
 from wan_trainer.rewards.build import build_reward
+from wan_trainer.rewards.role_checks import check_samples
 from wan_trainer.topology import Topology, assign, total_batches
 from wan_trainer.training.assembly import (
     Model,
@@ -62,6 +63,7 @@ from wan_trainer.types import (
     PromptBatch,
     Reward,
     StepRecord,
+    UserError,
 )
 
 
@@ -114,7 +116,7 @@ def train_on(mesh: Mesh, start: Start, record: RunRecord, allow_changed: Collect
     stop.install()
     with ExitStack() as stack:
         # The scorers start first: they load while the model does.
-        rewards = on_every_rank(mesh, lambda: _rewards(spec, mesh, start.topology, work.tasks, stack))
+        rewards = on_every_rank(mesh, lambda: _rewards(start, mesh, work.tasks, stack))
         begin = None if starting_point is None else starting_point.loader()
         model = on_every_rank(mesh, lambda: build_model(spec, mesh, begin))
         if work.resume is not None:
@@ -161,6 +163,10 @@ def _open_dataset(mesh: Mesh, spec: RunSpec) -> Dataset:
         takes_first_frames(dataset, spec.model.family)
         if spec.reward.rule is not None:
             check_ground_truth(dataset)
+        if spec.refl is not None:
+            lines = check_samples(spec.refl.roles, dataset, spec.data.num_frames, spec.data.fps)
+            if lines:
+                raise UserError(*lines)
         return dataset
 
     dataset = on_every_rank(mesh, opened)
@@ -180,12 +186,11 @@ class Rewards:
     monitor: DifferentiableReward | None = None
 
 
-def _rewards(
-    spec: RunSpec, mesh: Mesh, topology: Topology, tasks: Collection[str], stack: ExitStack
-) -> Rewards:
+def _rewards(start: Start, mesh: Mesh, tasks: Collection[str], stack: ExitStack) -> Rewards:
     """The rewards, open until `stack` unwinds."""
+    spec = start.spec
     if spec.refl is not None:
-        built = differentiable_rewards(spec, spec.refl.roles, mesh, topology)
+        built = differentiable_rewards(start, spec.refl.roles, mesh)
         return Rewards(differentiable=built[REWARD], monitor=built.get(MONITOR))
     if mesh.tp_rank > 0:
         return Rewards()

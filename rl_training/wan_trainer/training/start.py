@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +13,7 @@ import torch
 from rich.console import Console
 
 import wan_trainer
-from wan_trainer.config import LoadedConfig, group_digests, public_values
+from wan_trainer.config import LoadedConfig, common_values, group_digests, public_values
 from wan_trainer.config.checks import few_steps_warning
 from wan_trainer.config.device import CPU_SOURCE
 from wan_trainer.config.specs import AlgorithmName, OptimizerSpec, RuleRewardSpec, RunSpec, Target
@@ -26,6 +27,7 @@ from wan_trainer.models.wan.trained_modules import describe_trained, trained_mod
 from wan_trainer.recording.identity import (
     DatasetIdentity,
     EvaluatorIdentity,
+    code_digest,
     code_identity,
     model_identity,
     weights_identity,
@@ -56,6 +58,14 @@ class Start:
         """With a contract that also holds what the files of the data set say, not only where they are."""
         data = self.contract["data"] | {"dataset_sha256": dataset.sha256}
         return replace(self, contract=self.contract | {"data": data})
+
+
+def shared_values(start: Start) -> dict[str, str]:
+    """What every rank of a run must have alike, by the name to tell users."""
+    values = {key: json.dumps(value) for key, value in common_values(start.loaded.config).items()}
+    values |= {f"the source of {key}": digest for key, digest in source_digests(start.spec).items()}
+    values |= {"the content of base_lora": start.contract["model"].get(SHA256_KEY, "")}
+    return values | {"the version of the code": code_digest(PACKAGE)}
 
 
 def native_threads(text: str) -> int:

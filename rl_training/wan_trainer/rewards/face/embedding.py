@@ -55,8 +55,9 @@ class FaceEmbedder:
 @torch.no_grad()
 def _check_batch(network: nn.Module, crops: torch.Tensor) -> None:
     try:
-        both = network(crops)
-        single = torch.cat([network(crop[None]) for crop in crops])
+        with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+            both = network(crops)
+            single = torch.cat([network(crop[None]) for crop in crops])
     except RuntimeError as error:
         raise UserError(
             f"Face: the recognition network does not take a batch of {CROP} x {CROP} crops "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wan_trainer.rewards.face.options import DETECTION, RECOGNITION, FaceOptions, NoFace
-from wan_trainer.types import DifferentiableScores, RewardContext, Sample
+from wan_trainer.types import DifferentiableScores, RewardContext, Sample, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +50,16 @@ class Face:
     def check_files(**config: Any) -> None:
         """Raise UserError, a line for each setting and file that cannot be used; nothing is loaded."""
         FaceOptions(**config).check()
+
+    @staticmethod
+    def check_samples(samples: Sequence[Sample], num_frames: int, fps: int, **config: Any) -> None:
+        """Raise UserError when one has no reference video."""
+        without = [sample.sample_id for sample in samples if sample.reference_video is None]
+        if without:
+            raise UserError(
+                f"Face: {len(without)} samples have no reference_video (first: {without[0]}), whose face a "
+                "video is compared with; give every line of the prompt list one"
+            )
 
     def score(self, videos: torch.Tensor, samples: Sequence[Sample]) -> DifferentiableScores:
         """Score float32 (N, 3, F, H, W) RGB in [0, 1], one sample a row; the gradient reaches the pixels.

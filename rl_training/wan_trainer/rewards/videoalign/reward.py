@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wan_trainer.rewards.videoalign.files import find_files
+from wan_trainer.rewards.videoalign.frames import sampled_frames
 from wan_trainer.rewards.videoalign.options import read_options
 from wan_trainer.rewards.videoalign.prompt import read_template
 from wan_trainer.types import DifferentiableScores, RewardContext, Sample, UserError
@@ -77,6 +78,12 @@ class VideoAlign:
                 problems += error.problems
         if problems:
             raise UserError(*problems)
+
+    @staticmethod
+    def check_samples(samples: Sequence[Sample], num_frames: int, fps: int, **config: Any) -> None:
+        """Raise UserError when videos are too short for the frames that the model looks at."""
+        options = read_options(**config)
+        sampled_frames(num_frames, fps, options.fps, options.num_frames)
 
     def score(self, videos: torch.Tensor, samples: Sequence[Sample]) -> DifferentiableScores:
         """Score float32 (N, 3, F, H, W) RGB in [0, 1]: the weighted sum of the heads' z-scores.
