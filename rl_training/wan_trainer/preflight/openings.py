@@ -32,9 +32,11 @@ def check_refl(spec: RunSpec, family: Family | None, *, readable: bool) -> list[
     if spec.refl is None:
         return []
     lines = check_roles(spec.refl.roles)
-    # What is wrong with the data set itself is said where that is checked.
-    with suppress(UserError):
-        lines += check_samples(spec.refl.roles, load_dataset(spec.data), spec.data.num_frames, spec.data.fps)
+    if not lines:
+        # What is wrong with the data set itself is said where that is checked.
+        with suppress(UserError):
+            data = spec.data
+            lines += check_samples(spec.refl.roles, load_dataset(data), data.num_frames, data.fps)
     if readable:
         lines += check_grad_window(spec, spec.refl, read_directory(spec.model.path, family))
     return [Finding(line) for line in lines]
