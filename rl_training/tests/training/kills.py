@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from rl_training.tests.ranks import Ranks, start_ranks
 from rl_training.tests.training.runs import MeanColour, rows, run
@@ -41,6 +42,7 @@ COMMON = [
     *("--reduce_dtype", "float32"),
 ]
 OVERRIDES = [*COMMON, "--max_off_policy_steps", "1"]
+REFL_OVERRIDES = [option for option in COMMON if option not in ("--grpo_sample_batch_size", "1")]
 START = "start"
 WRITE = "write"
 # How long the ranks that are left may take to end, and a start to finish.
@@ -146,7 +148,9 @@ def train_rank(recipe: str, output_dir: str, kill: Kill | None, scratch: str) ->
             time.sleep(0.01)
     if kill is not None and kill.victim == rank:
         _watch(_Killer(kill, directory))
-    return run(recipe, ["--output_dir", output_dir, *OVERRIDES], MeanColour())
+    refl = yaml.safe_load(Path(recipe).read_text())["trainer"] == "refl"
+    overrides = REFL_OVERRIDES if refl else OVERRIDES
+    return run(recipe, ["--output_dir", output_dir, *overrides], MeanColour())
 
 
 def _start(recipe: Path, output_dir: Path, kill: Kill | None, scratch: Path) -> Ranks:
