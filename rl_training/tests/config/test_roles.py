@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from wan_trainer.config import resolve, topology_of
+from wan_trainer.config import load_with_sources, resolve, topology_of
 from wan_trainer.config.contract import contract_values
 from wan_trainer.types import UserError
 
@@ -133,3 +134,27 @@ def test_actor_holds_flat_keys_and_may_not_repeat_them(load):
     with pytest.raises(UserError) as unknown:
         load(reward="refl_flat", text=base.replace("learning_rate", "learning_rat"))
     assert "did you mean learning_rate?" in unknown.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("roles", "said"),
+    [
+        ("x", "x is not a mapping of roles; write for example {reward: {_target_: my_module.MyReward}}"),
+        ("[1]", "[1] is not a mapping of roles; "),
+        ("true", "true is not a mapping of roles; "),
+        ("{1: {}, reward: {_target_: a.b}}", "1 is not a mapping of roles; "),
+        ("{reward: {_target_: a.b, config: {1: 2}}}", "1 is not a mapping of roles; "),
+        ("{actor: x, reward: {_target_: a.b}}", "has an actor that is not a mapping of keys in a file; "),
+        ("{actor: {seed: 1}, actor: {seed: 2}, reward: {_target_: a.b}}", "names actor twice; "),
+        ("{reward: {_target_: a.b, placement: {ranks: null}}}", "has reward.placement.ranks: None; "),
+        ("{reward: {_target_: a.b, config: {_target_: c.d}}}", "has _target_ in reward.config; "),
+    ],
+)
+def test_roles_of_another_form_are_one_line(roles: str, said: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"trainer: refl\nmodel_path: m\ndataset_json: d\noutput_dir: o\nroles: {roles}\n")
+    with pytest.raises(UserError) as caught:
+        load_with_sources(recipe)
+    lines = [line for line in caught.value.problems if line.startswith("roles")]
+    assert any(line.partition(": ")[2].startswith(said) for line in lines), lines
+    assert all("\n" not in line for line in lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -149,6 +150,8 @@ def _three(recipe: str, out: Path) -> dict[str, Any]:
     start("not loaded", {"config": {"fail": "loading"}}, "--max_steps", "1")
     start("raises", {"config": {"fail": "scoring"}}, "--max_steps", "1")
     start("mendable", {"config": {"fail": "input"}}, "--max_steps", "1")
+    # A thread that still listens would abort the process when the interpreter ends.
+    seen["listening"] = [thread.name for thread in threading.enumerate() if thread.name.startswith("rank ")]
     return seen
 
 
@@ -202,9 +205,11 @@ def test_a_reward_that_fails_on_its_own_rank_is_told_where_training_is(
     _, _, three = ran
     for seen in three[:2]:
         assert seen["not loaded"] == ["roles.reward: loading failed; mend it"]
-        assert "no face in the clip" in seen["raises"]
+        (line,) = seen["raises"]
+        assert line.startswith("roles.reward: ") and "no face in the clip" in line
         assert seen["mendable"] == ["roles.reward: one clip is too dark; light it"]
     assert (three[2]["not loaded"], three[2]["mendable"]) == (2, 2)
+    assert three[2]["listening"] == []
 
 
 def test_a_missing_verdict_teaches_nothing_and_is_counted(

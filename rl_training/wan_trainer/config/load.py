@@ -168,7 +168,9 @@ def _value_lines(details: Sequence[ErrorDetails], places: _Places) -> list[str]:
         shown = _shown(value)
         part = f"{name}[{inside[0]}]" if inside else name
         rule, remedy = _rule(detail, info, shown)
-        lines.setdefault(name, f"{part} {places[name]}: {shown} {rule}; {remedy}")
+        # The rule of a role names the part of the mapping that breaks it.
+        told = f"{shown} {rule}" if info.kind != "roles" or detail["type"] != "target" else rule
+        lines.setdefault(name, f"{part} {places[name]}: {told}; {remedy}")
     return list(lines.values())
 
 
@@ -211,6 +213,8 @@ def _rule(detail: ErrorDetails, info: KeyInfo, shown: str) -> tuple[str, str]:
         ) else (f"use a value {words[name]} {limit}")
     if kind == "target":
         return limits["rule"], limits["remedy"]
+    if info.kind == "roles":
+        return "is not a mapping of roles", f"write for example {_example(info)}"
     if info.target and len(detail["loc"]) > 2:
         return "is not plain data", "give a target's arguments as text, numbers, lists and mappings"
     if kind == "string_pattern_mismatch":
@@ -248,6 +252,7 @@ def _example(info: KeyInfo) -> str:
         "pair": "[0.1, 0.9]",
         "target": "{_target_: my_module.MyPart}",
         "rewards": "[vbvr_rule, vbvr_vlm]",
+        "roles": "{reward: {_target_: my_module.MyReward}}",
     }
     samples |= {"dict": "{score: 1.0}", "choice": ""}
     default = info.default

@@ -24,6 +24,11 @@ _EXAMPLE = f"write reward: {{{KEY}: my_module.MyReward, placement: {{share_with:
 def well_formed_roles(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
     """The mapping itself, once every rule that needs no number of ranks holds. Imports nothing."""
     for name in value:
+        if name == ACTOR:
+            raise malformed(
+                "has an actor that is not a mapping of keys in a file",
+                "write its keys below it there, and as flags of their own on the command line",
+            )
         if name not in ROLES:
             advice = suggest(name, (ACTOR, *ROLES)) or f"; the roles are {', '.join((ACTOR, *ROLES))}"
             raise malformed(f"has a role {name}, which there is not", advice[2:])

@@ -127,6 +127,8 @@ def _entries(root: yaml.MappingNode) -> list[tuple[yaml.Node, yaml.Node]]:
             continue
         roles: list[tuple[Any, Any]] = value_node.value
         actors = [part for role, part in roles if role.value == ACTOR and isinstance(part, yaml.MappingNode)]
+        if len(actors) > 1:
+            continue  # named twice, which is refused as anywhere
         value_node.value = [(role, part) for role, part in roles if part not in actors]
         for actor in actors:
             entries += actor.value

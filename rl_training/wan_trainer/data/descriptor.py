@@ -93,7 +93,7 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: not UTF-8 (byte {error.start}); save the file as UTF-8") from error
     except OSError as error:
         raise UserError(
-            f"{path}: {error.strerror}; check the path or run wan-trainer unpack again"
+            f"{path}: {error.strerror}; check the path (wan-trainer unpack writes a dataset.json)"
         ) from error
 
 

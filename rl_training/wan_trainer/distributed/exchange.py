@@ -79,16 +79,21 @@ class Exchange:
 class Inbox:
     """The messages of several ranks as they come, however long that takes.
 
-    A receive from whoever is first would not notice that a rank is gone: one thread waits for each.
+    A receive from whoever is first would not notice that a rank is gone: one thread waits for each. last: the
+    type of the message after which a rank sends no other.
     """
 
-    def __init__(self, exchange: Exchange, sources: Sequence[int]) -> None:
+    def __init__(self, exchange: Exchange, sources: Sequence[int], last: type) -> None:
         self._arrived: queue.SimpleQueue[Message | RuntimeError] = queue.SimpleQueue()
         self._held: deque[Message] = deque()
         self._exchange = exchange
-        for source in sources:
-            name = f"messages of rank {source}"
-            threading.Thread(target=self._listen, args=(source,), name=name, daemon=True).start()
+        self._last = last
+        self._threads = [
+            threading.Thread(target=self._listen, args=(source,), name=f"rank {source}", daemon=True)
+            for source in sources
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def next(self, source: int | None = None) -> Message:
         """The next message, of `source` if given; others are kept.
@@ -107,9 +112,20 @@ class Inbox:
                 return message
             self._held.append(message)
 
+    def close(self) -> None:
+        """Wait for the threads, once every rank has sent its last message.
+
+        One that still received would end the process when the interpreter does.
+        """
+        for thread in self._threads:
+            thread.join()
+
     def _listen(self, source: int) -> None:
         try:
             while True:
-                self._arrived.put(self._exchange._receive(source, None))
+                message = self._exchange._receive(source, None)
+                self._arrived.put(message)
+                if isinstance(message.value, self._last):
+                    return
         except RuntimeError as error:
             self._arrived.put(error)

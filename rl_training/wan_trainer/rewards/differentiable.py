@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from wan_trainer.config.specs import Target
-from wan_trainer.targets import construct, require_methods
+from wan_trainer.targets import construct, require_methods, user_code
 from wan_trainer.types import (
     DifferentiableReward,
     DifferentiableScores,
@@ -24,13 +24,24 @@ class CheckedReward:
     """A reward held to its interface: what would train on nothing is one line that names its key."""
 
     key: str
+    target: Target
     reward: DifferentiableReward
 
     def score(self, videos: torch.Tensor, samples: Sequence[Sample]) -> DifferentiableScores:
         """See `types.DifferentiableReward`; float32 whatever the reward computes in, float64 stays."""
-        scores = self.reward.score(videos, samples)
+        with user_code(self.key, self.target, "score"):
+            scores: object = self.reward.score(videos, samples)
+        if not isinstance(scores, DifferentiableScores):
+            raise UserError(
+                f"{self.key}: score returned {type(scores).__name__}; return types.DifferentiableScores"
+            )
         shape = (videos.shape[0],)
         for name, values in (("reward", scores.reward), *scores.components.items()):
+            given: object = values
+            if not isinstance(given, torch.Tensor):
+                raise UserError(
+                    f"{self.key}: {name} is {type(given).__name__}; return a tensor of one number a video"
+                )
             if tuple(values.shape) != shape:
                 raise UserError(
                     f"{self.key}: {name} has shape {tuple(values.shape)}, and {shape[0]} videos were scored; "
@@ -54,4 +65,4 @@ def build_differentiable(key: str, target: Target, context: RewardContext) -> Di
     """
     reward = construct(key, target, context)
     require_methods(key, target, reward, ["score"])
-    return CheckedReward(key, cast("DifferentiableReward", reward))
+    return CheckedReward(key, target, cast("DifferentiableReward", reward))

@@ -149,7 +149,7 @@ def serve_rewards(
     It sends answers only, so that a client may close whenever it has none to come. Raises RuntimeError when a
     client is gone without closing.
     """
-    inbox = Inbox(exchange, clients)
+    inbox = Inbox(exchange, clients, Close)
     problems: tuple[str, ...] = ()
     rewards: Mapping[str, DifferentiableReward] = {}
     try:
@@ -174,6 +174,7 @@ def serve_rewards(
             status = max(
                 status, _serve(exchange, inbox, open_clients, client, message, rewards, tensor.to(device))
             )
+    inbox.close()
     return status
 
 
@@ -210,7 +211,10 @@ def _serve(
 
     def differentiate() -> tuple[Answer, torch.Tensor]:
         torch.autograd.backward(scored[0].reward, gradient.to(scored[0].reward))
-        assert pixels.grad is not None
+        if pixels.grad is None:
+            raise UserError(
+                f"{message.name}: its gradient does not reach the pixels; compute the reward from the videos"
+            )
         return Answer(), pixels.grad
 
     exchange.send(client, *_attempt(differentiate))

@@ -24,8 +24,8 @@ def check_grad_window(spec: RunSpec, refl: ReflSpec, directory: WanDirectory) ->
     trained = _trained(spec, directory)
     window = range(refl.first_grad_step, refl.last_grad_step + 1)
     frozen = [step for step in window if routed[step] not in trained]
-    if not frozen:
-        return []
+    if not frozen or not trained:
+        return []  # that nothing is trained is said where adapters are placed
     steps = [step for step, expert in enumerate(routed) if expert in trained]
     names = " and ".join(_NOISE[name] for name in trained)
     remedy = (
