@@ -250,10 +250,16 @@ def test_a_window_that_ends_early_passes_the_gradient_straight_on(tiny_t2v: Path
     compare(tiny, refl, 1.0, torch.float64, 1e-8)
 
 
-@pytest.mark.parametrize("cfg_grad", ["conditional", "both"])
-def test_a_pinned_first_frame_has_no_gradient(cfg_grad: Any, tiny_ti2v: Path, exact_norms: None) -> None:
+@pytest.mark.parametrize(
+    ("kind", "cfg_grad"), [("last_step", "conditional"), ("truncated", "conditional"), ("truncated", "both")]
+)
+def test_a_pinned_first_frame_has_no_gradient(
+    kind: ReflAlgorithm, cfg_grad: Any, tiny_ti2v: Path, exact_norms: None
+) -> None:
     tiny = setting(tiny_ti2v, "ti2v-5b", torch.float64, 2.0, lora=LORA)
-    compare(tiny, replace(REFL, cfg_grad=cfg_grad, sample_batch_size=2), 2.0, torch.float64, 1e-8)
+    window = (3, 3) if kind == "last_step" else (1, 3)
+    refl = replace(REFL, algorithm=kind, first_grad_step=window[0], last_grad_step=window[1])
+    compare(tiny, replace(refl, cfg_grad=cfg_grad, sample_batch_size=2), 2.0, torch.float64, 1e-8)
 
 
 @pytest.mark.parametrize("kind", ["last_step", "truncated"])
