@@ -1,15 +1,25 @@
+# ruff: noqa: E402
 """Fixtures that every test folder may use, and what every test process must have."""
 
 from __future__ import annotations
 
+import gc
 import os
 
+# Until everything is imported: the collector would visit all of it again and again.
+gc.disable()
 # Before torch is imported anywhere: OpenMP barriers on a busy machine stall tests ten times over.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
 from rl_training.tests.tiny_fixtures import *  # noqa: F403
+
+
+def pytest_collection_finish() -> None:
+    """Nothing that was imported is looked at again."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

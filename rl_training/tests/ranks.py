@@ -12,24 +12,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-# Imported once by the fork server, not by every rank: Diffusers and its friends take seconds.
-_PRELOAD = [
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint",
-    "torch.distributed.tensor",
-    "diffusers.models.autoencoders.autoencoder_kl_wan",
-    "diffusers.models.transformers.transformer_wan",
-    "diffusers.pipelines.wan.pipeline_wan_i2v",
-    "transformers.models.umt5.modeling_umt5",
-    "peft",
-    "wan_trainer.training.run",
-    # A record of the scorers' runtime imports them.
-    "imageio",
-    "shapely",
-    "skimage",
-    "rl_training.tests.warm",
-]
-
 
 def free_port() -> int:
     """A TCP port that was free a moment ago on the loopback address."""
@@ -80,7 +62,7 @@ class Ranks:
 def start_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> Ranks:
     """Start what `run_ranks` waits for."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(["rl_training.tests.warm"])
     port = free_port()
     ranks = Ranks([], [], port)
     for rank in range(world):

@@ -9,6 +9,8 @@ import pytest
 
 from wan_trainer.digests import file_sha256
 from wan_trainer.recording.identity import (
+    CodeIdentity,
+    code_digest,
     code_identity,
     is_secret,
     launcher_environment,
@@ -150,34 +152,37 @@ def git(directory: Path, *arguments: str) -> None:
 
 
 def test_code_identity_of_a_real_checkout(tmp_path: Path) -> None:
-    assert (code_identity(tmp_path).commit, code_identity(tmp_path).dirty) == (None, False)
+    def identity(directory: Path) -> CodeIdentity:
+        return code_identity(directory, code_digest(directory))
+
+    assert (identity(tmp_path).commit, identity(tmp_path).dirty) == (None, False)
     package = tmp_path / "package"
     package.mkdir()
     source = package / "a.py"
     source.write_text("x = 1\n")
     git(tmp_path, "init", "-q")
-    untracked = code_identity(package)
+    untracked = identity(package)
     assert untracked.commit is None and len(untracked.sources) == 12
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-qm", "one")
-    clean = code_identity(package)
+    clean = identity(package)
     assert clean.commit is not None
     assert len(clean.commit) == 40
     assert not clean.dirty and clean.sources == untracked.sources
     source.write_text("x = 2\n")
     (tmp_path / "new.py").write_text("")
-    dirty = code_identity(package)
+    dirty = identity(package)
     assert dirty.dirty and dirty.sources != clean.sources
     assert "-x = 1\n+x = 2\n" in dirty.diff
     assert dirty.untracked == ("new.py",)
     source.write_text("y\n" * 200_000)
-    long = code_identity(package)
+    long = identity(package)
     assert long.diff_truncated
     assert len(long.diff) <= 256 * 1024
     # Below a checkout but not part of it, as an installed package is: no commit is claimed.
     installed = tmp_path / "installed"
     installed.mkdir()
-    assert code_identity(installed).commit is None
+    assert identity(installed).commit is None
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 
@@ -29,6 +30,8 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     # The libraries read these once, when they are imported: training asks no network for a file.
     for name, value in OFFLINE.items():
         os.environ.setdefault(name, value)
+    # Thousands of modules that stay: a collection would visit all of them, now and in training.
+    gc.disable()
     # Not above: this is the ranks' main module, which every spawned data worker imports again.
     from wan_trainer.algorithms.base import RunFailure  # noqa: PLC0415
     from wan_trainer.config import load_with_sources  # noqa: PLC0415
@@ -37,6 +40,9 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     from wan_trainer.training import run as runs  # noqa: PLC0415
     from wan_trainer.training.optimizer import NonFiniteError  # noqa: PLC0415
     from wan_trainer.types import EXIT_BAD_INPUT, EXIT_FAILURE, UserError  # noqa: PLC0415
+
+    gc.freeze()
+    gc.enable()
 
     # What every rank would say alike is said by one rank of each machine.
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"

@@ -142,14 +142,17 @@ def _git(directory: Path, *arguments: str) -> str | None:
     return done.stdout.decode("utf-8", errors="replace")
 
 
-def code_identity(directory: Path) -> CodeIdentity:
-    """The revision of the checkout that tracks `directory` (the package's own, for a run)."""
+def code_identity(directory: Path, sources: str) -> CodeIdentity:
+    """The revision of the checkout that tracks `directory` (the package's own, for a run).
+
+    sources: its `code_digest`.
+    """
     # A package installed below somebody else's checkout is not part of it: ask for a tracked file first.
     tracked = _git(directory, "ls-files", "--", ".")
     commit = _git(directory, "rev-parse", "HEAD") if tracked else None
     top = _git(directory, "rev-parse", "--show-toplevel") if commit else None
     if commit is None or top is None:
-        return CodeIdentity(commit=None, dirty=False, sources=code_digest(directory))
+        return CodeIdentity(commit=None, dirty=False, sources=sources)
     root = Path(top.rstrip("\n"))
     diff = _git(root, "diff", "--no-color", "--no-ext-diff", "HEAD") or ""
     others = _git(root, "ls-files", "--others", "--exclude-standard") or ""
@@ -158,7 +161,7 @@ def code_identity(directory: Path) -> CodeIdentity:
     return CodeIdentity(
         commit=commit.strip(),
         dirty=bool(diff or untracked),
-        sources=code_digest(directory),
+        sources=sources,
         diff=cut,
         diff_truncated=len(cut) < len(diff),
         untracked=untracked,

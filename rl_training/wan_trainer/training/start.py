@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,13 @@ def shared_values(start: Start) -> dict[str, str]:
     values = {key: json.dumps(value) for key, value in common_values(start.loaded.config).items()}
     values |= {f"the source of {key}": digest for key, digest in source_digests(start.spec).items()}
     values |= {"the content of base_lora": start.contract["model"].get(SHA256_KEY, "")}
-    return values | {"the version of the code": code_digest(PACKAGE)}
+    return values | {"the version of the code": own_code_digest()}
+
+
+@cache
+def own_code_digest() -> str:
+    """The version of the code that this process runs, whatever becomes of its files meanwhile."""
+    return code_digest(PACKAGE)
 
 
 def native_threads(text: str) -> int:
@@ -219,6 +226,6 @@ def run_facts(
         },
         trained=[asdict(count) for count in trained_modules(model.policy.trainable())],
         base_lora_sha256=start.contract["model"].get(SHA256_KEY),
-        code=code_identity(PACKAGE),
+        code=code_identity(PACKAGE, own_code_digest()),
         start_batch=done,
     )
