@@ -1,4 +1,4 @@
-"""A signal to one rank, and a failure on one rank: what becomes of the others."""
+"""A signal to one rank, a lost loss and a failure on one rank: what becomes of the others."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,15 @@ from rl_training.tests.ranks import start_ranks
 from rl_training.tests.tiny_fixtures import TinyEvalkit
 from rl_training.tests.training.runs import MeanColour, rows, run, tiny_recipe, write_recipe
 from wan_trainer.algorithms.replay import Replayer
-from wan_trainer.recording.manifest import latest_checkpoint, verify_checkpoint
+from wan_trainer.recording.manifest import verify_checkpoint
 from wan_trainer.training.stored_state import StoredState
 from wan_trainer.types import EXIT_DONE, EXIT_STOPPED, Chunk, PendingRewards, RewardRequest, StoredStep
 
 pytestmark = pytest.mark.slow
 
 AT, BATCHES = {"SIGTERM": 1, "failure": 2}, 4
+# Another rank's workers must not keep a rank alive that ends by a failure.
+WORKERS = ["--num_workers", "1"]
 
 
 class _Disturbed(MeanColour):
@@ -52,17 +55,34 @@ def _lose_a_sample(self: Replayer, chunk: Chunk, step: StoredStep) -> tuple[torc
 _evaluate = Replayer._evaluate
 
 
-def _start(recipe: str, what: str) -> Any:
-    began = time.monotonic()
-    if what == "not finite":
-        Replayer._evaluate = _lose_a_sample  # type: ignore[method-assign]
-    status = run(recipe, [], _Disturbed(what))
-    return status, time.monotonic() - began
+def _starts(recipe: str, out: str) -> dict[str, Any]:
+    """The starts of both runs in one process: their exit statuses, and how the last one failed."""
+    seen: dict[str, Any] = {}
+    stopped = ["--output_dir", f"{out}/stopped"]
+    seen["SIGTERM"] = run(recipe, stopped, _Disturbed("SIGTERM"))
+    seen["trained"] = [row["batch"] for row in rows(Path(out) / "stopped", "metrics.jsonl")]
+    seen["record"] = json.loads((Path(out) / "stopped" / "run.json").read_text())
+    # The continued run meets a loss that is not finite on one rank, in its last, delayed batch.
+    Replayer._evaluate = _lose_a_sample  # type: ignore[method-assign]
+    seen["not finite"] = run(recipe, stopped, MeanColour())
+    Replayer._evaluate = _evaluate  # type: ignore[method-assign]
+    try:
+        run(recipe, ["--output_dir", f"{out}/failed", *WORKERS], _Disturbed("failure"))
+    except BaseException:  # noqa: BLE001 - whatever it is, the test must see it
+        seen["failure"] = traceback.format_exc()
+    return seen
 
 
-def _outcomes(recipe: Path, what: str) -> list[Any]:
-    """What both ranks of a start came to, within a bounded time."""
-    ranks = start_ranks(2, _start, str(recipe), what)
+@pytest.fixture(scope="module")
+def ran(
+    tmp_path_factory: pytest.TempPathFactory, tiny_ti2v: Path, tiny_dataset: Path, tiny_evalkit: TinyEvalkit
+) -> tuple[Path, list[dict[str, Any]]]:
+    """The directory of both runs, and what each of two ranks came to; both have ended by themselves."""
+    out = tmp_path_factory.mktemp("stop")
+    values = tiny_recipe(out / "run", tiny_ti2v, tiny_dataset, *tiny_evalkit)
+    changed = {"max_steps": BATCHES, "num_epochs": 2, "max_off_policy_steps": 1, "grpo_sample_batch_size": 1}
+    recipe = write_recipe(out / "recipe.yaml", {**values, **changed})
+    ranks = start_ranks(2, _starts, str(recipe), str(out))
     deadline = time.monotonic() + 120
     answers = [end.recv() if end.poll(max(0, deadline - time.monotonic())) else None for end in ranks.ends]
     for process in ranks.processes:
@@ -71,23 +91,16 @@ def _outcomes(recipe: Path, what: str) -> list[Any]:
             process.kill()
             process.join()
             answers.append("a process that had to be killed")
-    return answers
-
-
-@pytest.fixture
-def recipe(tmp_path: Path, tiny_ti2v: Path, tiny_dataset: Path, tiny_evalkit: TinyEvalkit) -> Path:
-    values = tiny_recipe(tmp_path / "run", tiny_ti2v, tiny_dataset, *tiny_evalkit)
-    changed = {"max_steps": BATCHES, "num_epochs": 2, "max_off_policy_steps": 1, "num_workers": 1}
-    return write_recipe(tmp_path / "recipe.yaml", {**values, **changed, "grpo_sample_batch_size": 1})
+    assert len(answers) == 2 and all(answer is not None and answer[0] for answer in answers), answers
+    return out, [seen for _, seen in answers]
 
 
 def test_a_failure_on_one_rank_ends_all_and_the_record_says_where_it_was(
-    recipe: Path, tmp_path: Path
+    ran: tuple[Path, list[dict[str, Any]]],
 ) -> None:
-    run_dir = tmp_path / "run"
-    answers = _outcomes(recipe, "failure")
-    assert len(answers) == 2 and all(answer is not None and answer[0] is False for answer in answers), answers
-    assert answers[1][1].splitlines()[0].startswith("Traceback") and "RunFailure" not in answers[1][1]
+    run_dir = ran[0] / "failed"
+    told = [seen["failure"] for seen in ran[1]]
+    assert told[1].splitlines()[0].startswith("Traceback") and "RunFailure" not in told[1]
     record = json.loads((run_dir / "run.json").read_text())
     assert (record["status"], record["exit_status"]) == ("failed", 1)
     sample = {row["prompt"]: row["sample_id"] for row in rows(run_dir, "rewards.jsonl") if row["step"] == 0}
@@ -98,26 +111,34 @@ def test_a_failure_on_one_rank_ends_all_and_the_record_says_where_it_was(
     )
     assert "/" in reason.partition("samples ")[2]
     # The rank that only missed the other one says what that one said.
-    assert f"RunFailure: {reason}\n" in answers[0][1]
+    assert f"RunFailure: {reason}\n" in told[0]
     assert not list(run_dir.glob("checkpoint-*"))
 
 
-def test_a_signal_to_one_rank_in_a_rollout_stops_all_after_saving(recipe: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    answers = _outcomes(recipe, "SIGTERM")
-    assert [answer[1][0] for answer in answers] == [EXIT_STOPPED] * 2, answers
-    checkpoint = latest_checkpoint(run_dir)
+def test_a_signal_to_one_rank_in_a_rollout_stops_all_after_saving(
+    ran: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    out, seen = ran
     trained = AT["SIGTERM"] + 1
-    assert checkpoint is not None and checkpoint.name == f"checkpoint-{trained}"
+    checkpoint = out / "stopped" / f"checkpoint-{trained}"
     verify_checkpoint(checkpoint)
-    assert [row["batch"] for row in rows(run_dir, "metrics.jsonl")] == list(range(trained))
-    assert json.loads((run_dir / "run.json").read_text())["exit_status"] == EXIT_STOPPED
+    assert {path.name for path in (out / "stopped").glob("checkpoint-*")} == {
+        f"checkpoint-{step}" for step in (trained, BATCHES)
+    }
+    for of_rank in seen:
+        assert of_rank["SIGTERM"] == EXIT_STOPPED
+        assert of_rank["trained"] == list(range(trained))
+        assert of_rank["record"]["exit_status"] == EXIT_STOPPED
 
-    # The continued run meets a loss that is not finite on one rank, in its last, delayed batch.
-    answers = _outcomes(recipe, "not finite")
-    assert [answer[1][0] for answer in answers] == [EXIT_DONE] * 2, answers
-    assert [row["batch"] for row in rows(run_dir, "metrics.jsonl")] == list(range(BATCHES))
-    assert [row["skipped"] for row in rows(run_dir, "metrics.jsonl")] == [False] * (BATCHES - 1) + [True]
+
+def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(
+    ran: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    run_dir = ran[0] / "stopped"
+    assert [of_rank["not finite"] for of_rank in ran[1]] == [EXIT_DONE] * 2
+    metrics = rows(run_dir, "metrics.jsonl")
+    assert [row["batch"] for row in metrics] == list(range(BATCHES))
+    assert [row["skipped"] for row in metrics] == [False] * (BATCHES - 1) + [True]
     assert not (run_dir / "first_failure.txt").exists()
     state = StoredState(run_dir / f"checkpoint-{BATCHES}")
     for section in ("model", "optimizer"):
