@@ -28,11 +28,11 @@ ARGUMENTS = ("--nproc", "8", *CONFIG, *OVERRIDES)
 
 # A service with workers in its process group, in a group and a session of their own, and one without parent.
 SERVICE = """#!{python} -SE
-import http.server, json, os, subprocess, sys, time
+import json, os, socket, subprocess, sys, time
 out, mode = {out!r}, os.environ.get("STAND_IN", "serves")
 sleep = ["sleep", "300"]
-leave = "import subprocess as s; print(s.Popen(['sleep', '300'], stdout=-3, start_new_session=True).pid)"
-orphan = subprocess.run([sys.executable, "-SEc", leave], stdout=subprocess.PIPE, text=True).stdout
+leave = "setsid sleep 300 >/dev/null & echo $!"
+orphan = subprocess.run(["sh", "-c", leave], stdout=subprocess.PIPE, text=True).stdout
 places = {{}}, dict(process_group=0), dict(start_new_session=True)
 workers = [subprocess.Popen(sleep, **place).pid for place in places]
 record = dict(argv=sys.argv[1:], env=dict(os.environ), pids=[os.getpid(), int(orphan), *workers])
@@ -47,16 +47,16 @@ if mode == "dies":
 if mode == "hangs":
     time.sleep(300)
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200 if self.path == "/health" else 404)
-        self.end_headers()
-        if self.path == "/die":
+listener = socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])))
+while True:
+    asked, _ = listener.accept()
+    with asked:
+        words = asked.recv(4096).split()
+        if words[1:2] == [b"/die"]:
             print("engine core died", flush=True)
             os._exit(9)
-
-place = "127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
-http.server.HTTPServer(place, Handler).serve_forever()
+        status = b"200 OK" if words[1:2] == [b"/health"] else b"404 Not Found"
+        asked.sendall(b"HTTP/1.0 " + status + b"\\r\\n\\r\\n")
 """
 
 # A rank that is asked to stop still needs the judge: rollouts in flight await their verdicts.
