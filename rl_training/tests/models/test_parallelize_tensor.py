@@ -118,10 +118,10 @@ def _heads(block: nn.Module, attention: str) -> int:
     return heads
 
 
-def _adamw_differences(path: Path, mesh: Mesh) -> dict[str, float]:
+def _adamw_differences(block: nn.Module) -> dict[str, float]:
     """Two updates by torch's other implementations, over parameters of two meshes, beside its loop."""
     weights: dict[str, list[torch.Tensor]] = {}
-    parameters = [parameter for _, parameter in _build(path, mesh).trainable()]
+    parameters = list(block.parameters())
     assert len({parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}) == 2
     start = [parameter.detach().clone() for parameter in parameters]
     for kind in ("loop", "foreach", "fused"):
@@ -160,7 +160,6 @@ def inspect(path: Path) -> dict[str, Any]:
         if layout != "hsdp2x2":
             recomputed = _collectives(_build(path, laid, gradient_checkpointing=True))
             report[layout]["recomputed"] = recomputed["backward"]
-    laid = lay_out(mesh, "tp2 x fsdp2")
     adapted = _build(path, laid, lora=LORA)
     report["lora"] = {
         name: _split(parameter.placements)
@@ -168,7 +167,7 @@ def inspect(path: Path) -> dict[str, Any]:
         if isinstance(parameter, DTensor)
     }
     report["norm"] = _norm_error(laid)
-    report["adamw"] = _adamw_differences(path, laid)
+    report["adamw"] = _adamw_differences(policy.transformer.blocks[0])
     return report
 
 

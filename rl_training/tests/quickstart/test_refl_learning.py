@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
-import subprocess
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rl_training.tests.ranks import free_port, run_ranks
+from rl_training.tests.ranks import run_ranks
 from rl_training.tests.report.test_page import Page, charts
 from rl_training.tests.training.runs import run as train
+from wan_trainer.cli.main import main
 from wan_trainer.config import trainer_root
 from wan_trainer.report.page import render_report
 from wan_trainer.tiny.world import PromptWorld, build_prompt_world
@@ -37,21 +39,26 @@ def _rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+def _command(flags: list[str]) -> tuple[int, str]:
+    """`wan-trainer train` as this rank: exit status, and what it says of the run."""
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+    with redirect_stderr(io.StringIO()) as printed:
+        return main(["train", "--config", str(CONFIG), *flags]), printed.getvalue()
+
+
 def test_the_reward_rises_and_the_report_tells_it(world: PromptWorld, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    launcher = trainer_root().parent / "scripts" / "train" / "refl_multinode.fish"
-    command = ["fish", str(launcher), "--nproc", "2", "--config", str(CONFIG), *_flags(world, run, STEPS)]
-    rendezvous = {"MASTER_ADDR", "WORLD_SIZE", "RANK", "LOCAL_RANK"}
-    environment = {name: value for name, value in os.environ.items() if name not in rendezvous}
-    environment["MASTER_PORT"] = str(free_port())
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    flags = _flags(world, run, STEPS)
+    assert main(["validate", "--config", str(CONFIG), "--nproc", "2", *flags]) == 0
+    (status, printed), (other, _) = run_ranks(2, _command, flags)
+    assert (status, other) == (EXIT_DONE, EXIT_DONE)
     rows = _rows(run)
     assert len(rows) == STEPS
     assert rows[-1]["reward_mean"] > rows[0]["reward_mean"] + 0.15
     assert all(row["ratio_max_dev"] is None and row["clip_fraction"] is None for row in rows)
-    assert "ratio" not in done.stdout and "clip" not in done.stdout
+    told = [line for line in printed.splitlines() if f"/{STEPS}  reward" in line]
+    assert f"done: {STEPS} batches" in printed and len(told) == 3
+    assert not any("ratio" in line or "clip" in line for line in told)
     held = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
     assert [row["batch"] for row in held] == [0, STEPS]
     assert held[-1]["reward_mean"] > held[0]["reward_mean"] + 0.15
@@ -64,7 +71,6 @@ def test_the_reward_rises_and_the_report_tells_it(world: PromptWorld, tmp_path: 
     assert "Mean reward" in labels and "components blue, green, red" in labels and "|ratio" not in labels
 
 
-@pytest.mark.slow
 def test_a_negated_reward_falls(world: PromptWorld, tmp_path: Path) -> None:
     run, prompt = tmp_path / "run", tmp_path / "one.txt"
     # One noise and one prompt, so that a difference is the policy's.

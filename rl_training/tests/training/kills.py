@@ -36,13 +36,14 @@ from wan_trainer.types import EXIT_DONE
 
 RANKS = 2
 BATCHES, SAVE_STEPS = 6, 2
-COMMON = [
-    *("--max_steps", str(BATCHES), "--num_epochs", "2", "--save_steps", str(SAVE_STEPS)),
+PARTS = [
+    *("--num_epochs", "2", "--save_steps", str(SAVE_STEPS)),
     *("--ema_decay", "0.5", "--keep_checkpoints", "2", "--grpo_sample_batch_size", "1"),
     *("--reduce_dtype", "float32"),
 ]
-OVERRIDES = [*COMMON, "--max_off_policy_steps", "1"]
-REFL_OVERRIDES = [option for option in COMMON if option not in ("--grpo_sample_batch_size", "1")]
+COMMON = [*PARTS, "--max_steps", str(BATCHES)]
+OVERRIDES = [*PARTS, "--max_off_policy_steps", "1"]
+REFL_OVERRIDES = [option for option in PARTS if option not in ("--grpo_sample_batch_size", "1")]
 START = "start"
 WRITE = "write"
 # How long the ranks that are left may take to end, and a start to finish.
@@ -137,8 +138,8 @@ def _watch(killer: _Killer) -> None:
     killer.opened(START)
 
 
-def train_rank(recipe: str, output_dir: str, kill: Kill | None, scratch: str) -> Any:
-    """One start on this rank."""
+def train_rank(recipe: str, output_dir: str, batches: int, kill: Kill | None, scratch: str) -> Any:
+    """One start on this rank of a run of `batches`."""
     directory = Path(scratch)
     rank = int(os.environ["RANK"])
     (directory / f"pid-{rank}").write_text(str(os.getpid()))
@@ -150,14 +151,15 @@ def train_rank(recipe: str, output_dir: str, kill: Kill | None, scratch: str) ->
         _watch(_Killer(kill, directory))
     refl = yaml.safe_load(Path(recipe).read_text())["trainer"] == "refl"
     overrides = REFL_OVERRIDES if refl else OVERRIDES
-    return run(recipe, ["--output_dir", output_dir, *overrides], MeanColour())
+    where = ["--output_dir", output_dir, "--max_steps", str(batches)]
+    return run(recipe, [*where, *overrides], MeanColour())
 
 
-def _start(recipe: Path, output_dir: Path, kill: Kill | None, scratch: Path) -> Ranks:
+def _start(recipe: Path, output_dir: Path, batches: int, kill: Kill | None, scratch: Path) -> Ranks:
     scratch.mkdir(parents=True, exist_ok=True)
     for stale in (*scratch.glob("pid-*"), scratch / "killed.json"):
         stale.unlink(missing_ok=True)
-    return start_ranks(RANKS, train_rank, str(recipe), str(output_dir), kill, str(scratch))
+    return start_ranks(RANKS, train_rank, str(recipe), str(output_dir), batches, kill, str(scratch))
 
 
 def _join(ranks: Ranks, timeout_s: float) -> bool:
@@ -172,9 +174,9 @@ def _join(ranks: Ranks, timeout_s: float) -> bool:
     return not late
 
 
-def complete_run(recipe: Path, output_dir: Path, scratch: Path) -> None:
+def complete_run(recipe: Path, output_dir: Path, scratch: Path, batches: int = BATCHES) -> None:
     """Start or continue a run and let it end. Raises AssertionError when it does not."""
-    ranks = _start(recipe, output_dir, None, scratch)
+    ranks = _start(recipe, output_dir, batches, None, scratch)
     results: list[Any] = []
     for end in ranks.ends:
         results.append(end.recv() if end.poll(RUN_S) else (False, "no answer in time"))
@@ -218,13 +220,15 @@ def draw(spans: Spans, index: int, generator: random.Random) -> Kill:
     )
 
 
-def kill_and_continue(recipe: Path, output_dir: Path, kill: Kill, scratch: Path) -> dict[str, Any] | None:
-    """Start a run, kill it, see that nothing is left, and continue it to its end.
+def kill_run(
+    recipe: Path, output_dir: Path, kill: Kill, scratch: Path, batches: int = BATCHES
+) -> dict[str, Any] | None:
+    """Start or continue a run, kill it, and see that nothing is left.
 
-    What the victim was doing when it died; None when the run ended before its moment came. Raises
-    AssertionError when something stays behind.
+    What the victim was doing when it died, and `from`, the checkpoint that is to be continued from; None
+    when the run ended before its moment came. Raises AssertionError when something stays behind.
     """
-    ranks = _start(recipe, output_dir, kill, scratch)
+    ranks = _start(recipe, output_dir, batches, kill, scratch)
     ranks.processes[kill.victim].join(RUN_S)
     assert ranks.processes[kill.victim].exitcode is not None, "the run does not end"
     assert _join(ranks, TEARDOWN_S), f"a rank outlived {kill}"
@@ -242,8 +246,15 @@ def kill_and_continue(recipe: Path, output_dir: Path, kill: Kill, scratch: Path)
     found = latest_checkpoint(output_dir)
     if found is not None:
         verify_checkpoint(found)
-    complete_run(recipe, output_dir, scratch)
     return {**said, **asdict(kill), "from": None if found is None else found.name}
+
+
+def kill_and_continue(recipe: Path, output_dir: Path, kill: Kill, scratch: Path) -> dict[str, Any] | None:
+    """`kill_run`, and continue what was killed to its end."""
+    said = kill_run(recipe, output_dir, kill, scratch)
+    if said is not None:
+        complete_run(recipe, output_dir, scratch)
+    return said
 
 
 def differences(first: Path, second: Path, batches: int = BATCHES) -> list[str]:

@@ -14,23 +14,21 @@ from rl_training.tests.training.test_refl import recipe_of
 
 pytestmark = pytest.mark.slow
 
-# One rank, into the second write, when the first checkpoint is there; all, while the first rollout waits and
-# the second is drawn.
-KILLS = [
-    Kill(kills.WRITE, 2, 0.005, victim=0, whole=False),
-    Kill("sample", 4, 0.0, victim=1, whole=True),
-]
+# Two saves, with a delayed rollout between them.
+BATCHES = 4
 
 
 def test_a_killed_refl_run_ends_bit_equal_to_one_that_was_not(tmp_path: Path, tiny_t2v: Path) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", recipe_of(tmp_path, tiny_t2v))
-    kills.complete_run(recipe, tmp_path / "whole", tmp_path / "scratch")
-    # In a backward pass of the fifth batch, on one rank; the other ends with it.
-    kill = Kill("replay", 5, 0.0, victim=1, whole=False)
-    said = kills.kill_and_continue(recipe, tmp_path / "run", kill, tmp_path / "scratch")
+    whole, run_dir, scratch = (tmp_path / name for name in ("whole", "run", "scratch"))
+    kills.complete_run(recipe, whole, scratch, BATCHES)
+    # In a backward pass of the fourth batch, on one rank; the other ends with it.
+    kill = Kill("replay", 4, 0.0, victim=1, whole=False)
+    said = kills.kill_run(recipe, run_dir, kill, scratch, BATCHES)
     assert said is not None and said["phase"] == "replay"
-    assert said["from"] == "checkpoint-4"
-    assert kills.differences(tmp_path / "whole", tmp_path / "run") == [], said
+    assert said["from"] == "checkpoint-2"
+    kills.complete_run(recipe, run_dir, scratch, BATCHES)
+    assert kills.differences(whole, run_dir, BATCHES) == [], said
 
 
 def test_a_killed_run_ends_bit_equal_to_one_that_was_not(
@@ -38,14 +36,15 @@ def test_a_killed_run_ends_bit_equal_to_one_that_was_not(
 ) -> None:
     values = tiny_recipe(tmp_path / "run", tiny_ti2v, tiny_dataset, *tiny_evalkit)
     recipe = write_recipe(tmp_path / "recipe.yaml", values)
-    whole = tmp_path / "whole"
-    kills.complete_run(recipe, whole, tmp_path / "scratch")
-    deaths = []
-    for number, kill in enumerate(KILLS):
-        run_dir = tmp_path / f"run-{number}"
-        said = kills.kill_and_continue(recipe, run_dir, kill, tmp_path / "scratch")
-        assert said is not None, f"{kill} came after the end"
-        assert kills.differences(whole, run_dir) == [], said
-        deaths.append(said)
-    assert any(said["saving"] for said in deaths) and any(said["pending"] for said in deaths)
-    assert {said["from"] for said in deaths} >= {None, "checkpoint-2"}
+    whole, run_dir, scratch = (tmp_path / name for name in ("whole", "run", "scratch"))
+    kills.complete_run(recipe, whole, scratch, BATCHES)
+    # All ranks, while the first rollout waits and the second is drawn: nothing is saved yet.
+    waiting = Kill("sample", 4, 0.0, victim=1, whole=True)
+    first = kills.kill_run(recipe, run_dir, waiting, scratch, BATCHES)
+    assert first is not None and first["pending"] and first["from"] is None
+    # One rank, into the second write, when the first checkpoint is there.
+    writing = Kill(kills.WRITE, 2, 0.005, victim=0, whole=False)
+    second = kills.kill_run(recipe, run_dir, writing, scratch, BATCHES)
+    assert second is not None and second["saving"] and second["from"] == "checkpoint-2"
+    kills.complete_run(recipe, run_dir, scratch, BATCHES)
+    assert kills.differences(whole, run_dir, BATCHES) == [], (first, second)
