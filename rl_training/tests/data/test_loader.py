@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,14 @@ import pytest
 import torch
 from PIL import Image
 
+from rl_training.tests.ranks import start_ranks
 from wan_trainer.config.specs import DataSpec
 from wan_trainer.data.dataset import Dataset, load_dataset
 from wan_trainer.data.loader import batches
 from wan_trainer.data.stream import StreamOrder
 from wan_trainer.data.unpack import unpack
 from wan_trainer.media import fill_and_crop
-from wan_trainer.types import PromptBatch, UserError
+from wan_trainer.types import PromptBatch, Sample, UserError
 
 Spec = Callable[..., DataSpec]
 
@@ -119,9 +123,8 @@ def test_only_what_is_needed_is_read(dataset_json: Path, spec: Spec) -> None:
     assert all(batch.first_frames == {} for batch in bare)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_what_cannot_be_read_is_one_line(dataset_json: Path, spec: Spec, num_workers: int) -> None:
-    wanted = spec(dataset_json, num_workers=num_workers, shuffle=False, persistent_workers=False)
+def test_what_cannot_be_read_is_one_line(dataset_json: Path, spec: Spec) -> None:
+    wanted = spec(dataset_json, shuffle=False)
     dataset = load_dataset(wanted)
     bad = dataset[5].first_frame
     assert bad is not None
@@ -147,18 +150,28 @@ def test_a_prompt_without_image_is_refused_by_an_image_family(tmp_path: Path, sp
 
 
 def test_workers_change_nothing_and_leave_nothing(dataset_json: Path, spec: Spec) -> None:
-    """Same batches in the same order, the run's random generator untouched, every process gone afterwards."""
-    dataset = load_dataset(spec(dataset_json))
-    wanted = spec(dataset_json, num_workers=2, prefetch_factor=1)
+    """Same batches in the same order up to a file that cannot be read, the run's random generator untouched,
+    every process gone afterwards."""
+    wanted = spec(dataset_json, num_workers=2, prefetch_factor=1, persistent_workers=False)
+    dataset = load_dataset(wanted)
+    one_each: dict[str, Any] = {"batch_size": 1, "local_prompts": [0], "with_first_frames": True}
+    alone = list(batches(dataset, spec(dataset_json), num_batches=6, start=1, **one_each))
+    bad = alone[-1].samples[0].first_frame
+    assert bad is not None
+    bad.write_bytes(b"not an image")
     torch.manual_seed(3)
     before = torch.get_rng_state()
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    run = collect(dataset, wanted, start=1)
+    stream = batches(dataset, wanted, num_batches=6, start=1, **one_each)
+    run = [next(stream) for _ in range(4)]
+    with pytest.raises(UserError) as caught:
+        next(stream)
+    (line,) = caught.value.problems
+    assert str(bad) in line and "not a readable image" in line and "\n" not in line
     assert torch.equal(torch.get_rng_state(), before)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGINT, signal.SIGTERM}
-    assert all(map(same, run, collect(dataset, spec(dataset_json), start=1)))
-    assert len(run) == 5
+    assert all(map(same, run, alone[:4]))
     assert not worker_pids(os.getpid())
 
 
@@ -178,80 +191,86 @@ def worker_pids(parent: int) -> list[int]:
     return found
 
 
-TRAINER = '''
-"""A rank that is told to stop by a signal to its process group, and first uses up its data."""
-import dataclasses, json, os, signal, sys, time
-import torch
-from pathlib import Path
-from wan_trainer.config.specs import DataSpec
-from wan_trainer.data.dataset import Dataset, load_dataset
-from wan_trainer.data.loader import batches
-
-
 class Telling(Dataset):
     """Says in each prompt how many threads torch has where it is read."""
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> Sample:
         sample = super().__getitem__(index)
         return dataclasses.replace(sample, prompt=str(torch.get_num_threads()))
 
 
-def main():
-    stopped = []
+def train(dataset_json: Path, wanted: DataSpec, log: Path) -> None:
+    """A rank in a process group of its own that is told to stop by signals to that group, and first uses up
+    its data. Its progress goes to `log`."""
+    os.setsid()
+    os.environ.pop("OMP_NUM_THREADS")
+    stopped: list[str] = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append("TERM"))
     signal.signal(signal.SIGINT, lambda *_: stopped.append("INT"))
-    spec = DataSpec(Path(sys.argv[1]), None, 5, 32, 32, 16, True, 42, 1, 2, True)
-    plain = load_dataset(spec)
-    dataset = Telling(plain._rows, plain.digests)
+    plain = load_dataset(wanted)
     stream = batches(
-        dataset, spec, batch_size=4, num_batches=40, start=0, local_prompts=[0], with_first_frames=True
+        Telling(plain._rows, plain.digests),
+        wanted,
+        batch_size=4,
+        num_batches=40,
+        start=0,
+        local_prompts=[0],
+        with_first_frames=True,
     )
-    steps, threads = [], set()
-    for batch in stream:
-        steps.append(batch.step)
-        threads |= {sample.prompt for sample in batch.samples}
-        print(json.dumps({"step": batch.step}), flush=True)
-        if batch.step == 3:
-            deadline = time.monotonic() + 60
-            while len(stopped) < 2 and time.monotonic() < deadline:
-                time.sleep(0.05)
-            time.sleep(0.5)
-        if batch.step == 11:
-            break
-    print(json.dumps({"steps": steps, "threads": sorted(threads), "stopped": sorted(stopped)}), flush=True)
-    time.sleep(600)
+    steps: list[int] = []
+    threads: set[str] = set()
+    with log.open("w", buffering=1) as out:
+        for batch in stream:
+            steps.append(batch.step)
+            threads |= {sample.prompt for sample in batch.samples}
+            out.write(json.dumps({"step": batch.step}) + "\n")
+            if batch.step == 3:
+                deadline = time.monotonic() + 60
+                while len(stopped) < 2 and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                time.sleep(0.5)
+            if batch.step == 11:
+                break
+        out.write(json.dumps({"steps": steps, "threads": sorted(threads), "stopped": sorted(stopped)}) + "\n")
+        time.sleep(600)
 
 
-if __name__ == "__main__":
-    main()
-'''
+@dataclass(frozen=True)
+class Trainer:
+    """A running `train`, whose worker does not run Python yet."""
+
+    process: BaseProcess
+    pid: int
+    workers: list[int]
+    log: Path
+
+    def says(self, key: str, last: int | None = None) -> dict[str, Any]:
+        """The line of its log that has `key`, with the value `last` if one is given."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and self.process.is_alive():
+            for line in self.log.read_text().splitlines() if self.log.exists() else []:
+                said = json.loads(line)
+                if key in said and last in (None, said[key]):
+                    return said
+            time.sleep(0.02)
+        raise AssertionError(f"the trainer said no {key}, exit code {self.process.exitcode}")
 
 
-def start_trainer(tmp_path: Path, dataset_json: Path) -> subprocess.Popen[str]:
-    """A running trainer in a process group of its own, whose worker does not run Python yet."""
-    script = tmp_path / "trainer.py"
-    script.write_text(TRAINER)
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(dataset_json)],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=environment,
-    )
-    deadline = time.monotonic() + 60
-    while not worker_pids(process.pid):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.01)
-    return process
-
-
-def at_step(process: subprocess.Popen[str], step: int) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if json.loads(line) == {"step": step}:
-            return
-    raise AssertionError(f"the trainer ended early with {process.wait()}")
+@pytest.fixture
+def trainer(dataset_json: Path, spec: Spec, tmp_path: Path) -> Iterator[Trainer]:
+    log = tmp_path / "log"
+    wanted = spec(dataset_json, num_workers=1)
+    (process,) = start_ranks(1, train, dataset_json, wanted, log).processes
+    assert process.pid is not None
+    try:
+        deadline = time.monotonic() + 60
+        while not (workers := worker_pids(process.pid)):
+            assert time.monotonic() < deadline and process.is_alive()
+            time.sleep(0.01)
+        yield Trainer(process, process.pid, workers, log)
+    finally:
+        process.kill()
+        process.join()
 
 
 def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
@@ -261,56 +280,24 @@ def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def test_workers_outlive_signals_to_the_group_and_die_with_the_rank(
-    dataset_json: Path, tmp_path: Path
-) -> None:
-    process = start_trainer(tmp_path, dataset_json)
-    workers = worker_pids(process.pid)
-    assert len(workers) == 1
+def test_workers_outlive_signals_to_the_group_and_die_with_the_rank(trainer: Trainer) -> None:
+    assert len(trainer.workers) == 1
     # A worker takes seconds to start, and must not hear a signal meanwhile.
-    os.killpg(process.pid, signal.SIGTERM)
-    at_step(process, 3)
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.stdout is not None
-    last = {}
-    for line in process.stdout:
-        last = json.loads(line)
-        if "steps" in last:
-            break
+    os.killpg(trainer.pid, signal.SIGTERM)
+    trainer.says("step", 3)
+    os.killpg(trainer.pid, signal.SIGINT)
+    last = trainer.says("steps")
     assert last == {"steps": list(range(12)), "threads": ["1"], "stopped": ["INT", "TERM"]}
-    assert sorted(worker_pids(process.pid)) == sorted(workers)
-    process.kill()
-    process.communicate(timeout=60)
-    assert wait_until_gone(workers, 30) == []
+    assert worker_pids(trainer.pid) == trainer.workers
+    trainer.process.kill()
+    assert wait_until_gone(trainer.workers, 30) == []
 
 
-def test_a_worker_whose_rank_dies_while_it_starts_ends(dataset_json: Path, tmp_path: Path) -> None:
-    process = start_trainer(tmp_path, dataset_json)
-    workers = worker_pids(process.pid)
+def test_a_worker_whose_rank_dies_while_it_starts_ends(trainer: Trainer) -> None:
     time.sleep(0.5)  # by then it has read what it is to do, and imports
-    process.kill()
-    process.communicate(timeout=60)  # its output ends when the last of them does
-    assert wait_until_gone(workers, 60) == []
-
-
-def test_a_dead_worker_ends_the_run_at_once(dataset_json: Path, spec: Spec) -> None:
-    wanted = spec(dataset_json, num_workers=1, prefetch_factor=1)
-    stream = batches(
-        load_dataset(wanted),
-        wanted,
-        batch_size=1,
-        num_batches=100,
-        start=0,
-        local_prompts=[0],
-        with_first_frames=True,
-    )
-    next(stream)
-    (worker,) = worker_pids(os.getpid())
-    os.kill(worker, signal.SIGKILL)
-    started = time.monotonic()
-    with pytest.raises(RuntimeError, match="DataLoader worker"):
-        list(stream)
-    assert time.monotonic() - started < 20
+    trainer.process.kill()
+    trainer.process.join()
+    assert wait_until_gone(trainer.workers, 60) == []
 
 
 FAILING_TRAINER = """
@@ -322,7 +309,7 @@ from wan_trainer.data.dataset import load_dataset
 from wan_trainer.data.loader import batches
 
 if __name__ == "__main__":
-    spec = DataSpec(Path(sys.argv[1]), None, 5, 32, 32, 16, True, 42, 2, 1, True)
+    spec = DataSpec(Path(sys.argv[1]), None, 5, 32, 32, 16, True, 42, int(sys.argv[3]), 1, True)
     stream = batches(
         load_dataset(spec), spec, batch_size=1, num_batches=100, start=0, local_prompts=[0],
         with_first_frames=True,
@@ -335,15 +322,18 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("who", "words"), [("consumer", "no space left"), ("worker", "DataLoader worker")])
+# Of two workers one dies, and the other is there to be waited for.
+@pytest.mark.parametrize(
+    ("who", "workers", "words"), [("consumer", 1, "no space left"), ("worker", 2, "DataLoader worker")]
+)
 def test_a_rank_that_fails_does_not_wait_for_workers_that_ignore_signals(
-    dataset_json: Path, tmp_path: Path, who: str, words: str
+    dataset_json: Path, tmp_path: Path, who: str, workers: int, words: str
 ) -> None:
-    """The interpreter ends its children with SIGTERM, which they ignore, and then joins them."""
+    """The interpreter ends its children with SIGTERM, which they ignore, and then joins them. A worker that
+    died is noticed long before the loader's own time-out."""
     script = tmp_path / "trainer.py"
     script.write_text(FAILING_TRAINER)
-    done = subprocess.run(
-        [sys.executable, str(script), str(dataset_json), who], capture_output=True, text=True, timeout=90
-    )
+    command = [sys.executable, str(script), str(dataset_json), who, str(workers)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert done.returncode == 1
     assert words in done.stderr

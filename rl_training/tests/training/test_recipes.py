@@ -180,6 +180,8 @@ def test_the_a14b_recipe_trains_both_experts_on_tensor_parallel_replicas(
         resume_from=supervised,
         batch_size=1,
         expected_global_prompts=2,
+        # The fewest of which a batch replays steps of both experts.
+        grpo_num_sampling_steps=6,
         # On-policy: a batch more is a batch like this one.
         max_steps=1,
     )

@@ -26,8 +26,6 @@ from wan_trainer.types import EXIT_DONE, EXIT_STOPPED, Chunk, PendingRewards, Re
 pytestmark = pytest.mark.slow
 
 AT, BATCHES = {"SIGTERM": 1, "failure": 2}, 4
-# Another rank's workers must not keep a rank alive that ends by a failure.
-WORKERS = ["--num_workers", "1"]
 
 
 class _Disturbed(MeanColour):
@@ -67,7 +65,7 @@ def _starts(recipe: str, out: str) -> dict[str, Any]:
     seen["not finite"] = run(recipe, stopped, MeanColour())
     Replayer._evaluate = _evaluate  # type: ignore[method-assign]
     try:
-        run(recipe, ["--output_dir", f"{out}/failed", *WORKERS], _Disturbed("failure"))
+        run(recipe, ["--output_dir", f"{out}/failed"], _Disturbed("failure"))
     except BaseException:  # noqa: BLE001 - whatever it is, the test must see it
         seen["failure"] = traceback.format_exc()
     return seen
