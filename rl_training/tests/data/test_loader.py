@@ -175,6 +175,14 @@ def test_workers_change_nothing_and_leave_nothing(dataset_json: Path, spec: Spec
     assert not worker_pids(os.getpid())
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and that nobody has waited for does not."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def worker_pids(parent: int) -> list[int]:
     """Live processes that `parent` spawned to load data (not multiprocessing's own tracker)."""
     found: list[int] = []
@@ -275,9 +283,9 @@ def trainer(dataset_json: Path, spec: Spec, tmp_path: Path) -> Iterator[Trainer]
 
 def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in pids):
+    while time.monotonic() < deadline and any(map(is_alive, pids)):
         time.sleep(0.1)
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    return [pid for pid in pids if is_alive(pid)]
 
 
 def test_workers_outlive_signals_to_the_group_and_die_with_the_rank(trainer: Trainer) -> None:
