@@ -64,8 +64,25 @@ def _one_after_another(starts: list[list[str]]) -> list[Any]:
     return [run(str(RECIPE), flags) for flags in starts]
 
 
+def _before_and_after_a_change(starts: list[list[str]], prompts: Path, more: str, again: list[str]) -> Any:
+    """What `starts` came to, and what `again` does once `prompts` has other lines."""
+    statuses = _one_after_another(starts)
+    prompts.write_text(more)
+    return statuses, run(str(RECIPE), again)
+
+
 def test_the_example_trains_with_five_parts_of_ones_own(tmp_path: Path, flags: list[str]) -> None:
-    assert run_ranks(2, run, str(RECIPE), flags) == [0, 0]
+    changes = {
+        "grpo_loss": ["--grpo_loss", "{_target_: my_parts.loss.ClipHigher, widen: 3.0}"],
+        "lr_scheduler": ["--lr_scheduler", "constant"],
+        "trainer": ["--trainer", "dancegrpo"],
+    }
+    longer = [[*flags, "--max_steps", "4", *change] for change in changes.values()]
+    for status, *refusals in run_ranks(2, _one_after_another, [flags, *longer]):
+        assert status == 0
+        for key, (line,) in zip(changes, refusals, strict=True):
+            assert line.startswith(f"{key}: ") and f"--allow_changed {key}" in line, line
+
     metrics = rows(tmp_path / "run", "metrics.jsonl")
     assert [row["batch"] for row in metrics] == [0, 1]
     # The schedule: half the peak, then the peak.
@@ -90,21 +107,12 @@ def test_the_example_trains_with_five_parts_of_ones_own(tmp_path: Path, flags: l
         "source": record["targets"]["trainer"]["source"],
     }
 
-    changes = {
-        "grpo_loss": ["--grpo_loss", "{_target_: my_parts.loss.ClipHigher, widen: 3.0}"],
-        "lr_scheduler": ["--lr_scheduler", "constant"],
-        "trainer": ["--trainer", "dancegrpo"],
-    }
-    longer = [[*flags, "--max_steps", "4", *change] for change in changes.values()]
-    (refusals,) = run_ranks(1, _one_after_another, longer)
-    for key, (line,) in zip(changes, refusals, strict=True):
-        assert line.startswith(f"{key}: ") and f"--allow_changed {key}" in line, line
-
 
 def test_the_built_in_algorithm_takes_the_other_four(tmp_path: Path, flags: list[str]) -> None:
     """And a prompt list without images, from which TI2V makes videos of the text alone."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red ball\n\na blue ball\n")
+    digest = file_sha256(prompts)
     grpo = [*flags, "--trainer", "dancegrpo", "--grpo_updates_per_rollout", "2", "--max_steps", "1"]
     grpo += ["--dataset_json", str(prompts)]
     losses = {"narrow": "null"} | {
@@ -113,7 +121,10 @@ def test_the_built_in_algorithm_takes_the_other_four(tmp_path: Path, flags: list
     }
     outs = {name: tmp_path / name for name in losses}
     starts = [[*grpo, "--output_dir", str(outs[name]), "--grpo_loss", loss] for name, loss in losses.items()]
-    assert run_ranks(1, _one_after_another, starts) == [[0, 0, 0]]
+    more = "a red ball\n\na blue ball\na green ball\n"
+    again = [*starts[-1], "--max_steps", "2"]
+    ((statuses, refused),) = run_ranks(1, _before_and_after_a_change, starts, prompts, more, again)
+    assert statuses == [0, 0, 0]
     found: dict[str, tuple[float, ...]] = {}
     for name, out in outs.items():
         (row,) = rows(out, "metrics.jsonl")
@@ -125,13 +136,10 @@ def test_the_built_in_algorithm_takes_the_other_four(tmp_path: Path, flags: list
     }
     assert json.loads((outs["wide"] / "run.json").read_text())["dataset"] == {
         "path": str(prompts),
-        "sha256": file_sha256(prompts),
+        "sha256": digest,
         "manifests": {},
         "samples": 2,
     }
-    prompts.write_text("a red ball\n\na blue ball\na green ball\n")
-    again = [*grpo, "--output_dir", str(outs["wide"]), "--grpo_loss", losses["wide"], "--max_steps", "2"]
-    ((refused,),) = run_ranks(1, _one_after_another, [again])
     assert [re.sub('".*?"', "...", line) for line in refused] == [
         "dataset_sha256: ... differs from ... of the run to go on from (data); restore it, choose another "
         "output_dir, or add --allow_changed dataset_sha256"

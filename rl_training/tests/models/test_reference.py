@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,22 +78,29 @@ CASES: list[tuple[Family, dict[str, Any]]] = [
 ]
 
 
-def compare_all(directories: dict[Family, Path], cases: list[Any], tp: int) -> list[dict[str, Any]]:
-    mesh = init_mesh("cpu", 60.0, tp=tp)
-    return [compare(mesh, directories[family], family, changes) for family, changes in cases]
+def compare_all(
+    directories: dict[Family, Path], cases: list[Any], sizes: Sequence[int]
+) -> list[list[dict[str, Any]]]:
+    """The results of all cases for each size of tensor-parallel groups, one run of this process each."""
+    found = []
+    for tp in sizes:
+        mesh = init_mesh("cpu", 60.0, tp=tp)
+        found.append([compare(mesh, directories[family], family, changes) for family, changes in cases])
+        torch.distributed.destroy_process_group()
+    return found
 
 
-@pytest.mark.parametrize(("world", "tp"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("world", "sizes", "cases"), [(1, (1,), CASES), (2, (1, 2), CASES[:2])])
 def test_an_unchanged_policy_equals_its_reference_and_a_changed_one_leaves_it_alone(
-    world: int, tp: int, directories: dict[Family, Path]
+    world: int, sizes: Sequence[int], cases: list[Any], directories: dict[Family, Path]
 ) -> None:
-    cases = CASES if world == 1 else CASES[:2]
-    for results in run_ranks(world, compare_all, directories, cases, tp):
-        for case, result in zip(cases, results, strict=True):
-            assert result["at the start"] == 0.0, case
-            assert result["reference"] == 0.0, case
-            assert result["policy"] > 1e-3, case
-            assert result["silent"] == 0, case
+    for of_rank in run_ranks(world, compare_all, directories, cases, sizes):
+        for results in of_rank:
+            for case, result in zip(cases, results, strict=True):
+                assert result["at the start"] == 0.0, case
+                assert result["reference"] == 0.0, case
+                assert result["policy"] > 1e-3, case
+                assert result["silent"] == 0, case
 
 
 def copy_facts(directories: dict[Family, Path]) -> dict[str, Any]:

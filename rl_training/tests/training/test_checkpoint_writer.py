@@ -209,8 +209,9 @@ def test_a_rank_whose_write_broke_off_does_not_hold_up_the_others(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def _full_disk_in_a_run(recipe: str) -> list[Any]:
-    """Statuses of a run whose disk is full at its second save, and of the same command afterwards."""
+def _full_disk_in_a_run(recipe: str, out: Path) -> list[Any]:
+    """Statuses of a run whose disk is full at its second save, of the same command afterwards, without the
+    newest manifest, and without any checkpoint."""
     saves: list[Any] = []
 
     def full(*arguments: Any, **options: Any) -> Any:
@@ -226,6 +227,14 @@ def _full_disk_in_a_run(recipe: str) -> list[Any]:
             outcomes.append(run(recipe, [], MeanColour()))
         except RunFailure as failure:
             outcomes.append(str(failure))
+    assert [path.name for path in checkpoints(out)] == [f"checkpoint-{step}" for step in (1, 2, 3)]
+    # A manifest that is gone makes the one before the newest; without any, nothing is started over.
+    (out / "checkpoint-3" / MANIFEST).unlink()
+    outcomes.append(run(recipe, [], MeanColour()))
+    assert verify_checkpoint(out / "checkpoint-3").step == 3
+    for path in checkpoints(out):
+        shutil.rmtree(path)
+    outcomes.append(run(recipe, [], MeanColour()))
     return outcomes
 
 
@@ -240,9 +249,10 @@ def test_a_run_on_a_full_disk_ends_and_the_same_command_goes_on(
         "lr_scheduler": "constant",
     }
     recipe = str(write_recipe(tmp_path / "recipe.yaml", values))
-    ((failed, done, complete),) = run_ranks(1, _full_disk_in_a_run, recipe)
+    ((failed, done, complete, again, (line,)),) = run_ranks(1, _full_disk_in_a_run, recipe, out)
     assert "checkpoint-2 cannot be written" in failed and "No space left" in failed and "\n" not in failed
-    assert (done, complete) == (EXIT_DONE, EXIT_DONE)
+    assert (done, complete, again) == (EXIT_DONE, EXIT_DONE, EXIT_DONE)
+    assert "holds a run without a complete checkpoint (checkpoint-3 is gone" in line
     starts = json.loads((out / "run.json").read_text())["starts"]
     assert "No space left on device" in starts[0]["reason"], starts[0]
     # The second start went on behind the first checkpoint, and the third found nothing to do.
@@ -251,14 +261,3 @@ def test_a_run_on_a_full_disk_ends_and_the_same_command_goes_on(
         assert {row["step"] for row in rows(out, name)} == {0, 1, 2}
     written = rows(out, "rewards.jsonl")
     assert len(written) == len({(row["step"], row["prompt"], row["member"]) for row in written}) == 12
-    assert [path.name for path in checkpoints(out)] == [f"checkpoint-{step}" for step in (1, 2, 3)]
-
-    # A manifest that is gone makes the one before the newest; without any, nothing is started over.
-    (out / "checkpoint-3" / MANIFEST).unlink()
-    assert run_ranks(1, run, recipe, [], MeanColour()) == [EXIT_DONE]
-    assert verify_checkpoint(out / "checkpoint-3").step == 3
-    for path in checkpoints(out):
-        shutil.rmtree(path)
-    ((line,),) = run_ranks(1, run, recipe, [], MeanColour())
-    assert "holds a run without a complete checkpoint (checkpoint-3 is gone" in line
-    assert [row["batch"] for row in rows(out, "metrics.jsonl")] == [0, 1, 2]

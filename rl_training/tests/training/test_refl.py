@@ -110,9 +110,9 @@ def _alone(recipe: str, out: Path) -> dict[str, Any]:
     def start(name: str, *overrides: str, as_: str | None = None) -> None:
         seen[as_ or name] = run(recipe, ["--output_dir", str(out / name), *overrides])
 
-    start("whole", "--max_steps", "4")
+    start("whole", "--max_steps", "3")
     start("parts", "--max_steps", "2")
-    start("parts", "--max_steps", "4", as_="parts again")
+    start("parts", "--max_steps", "3", as_="parts again")
     blind = json.dumps({"reward": {"_target_": f"{HERE}.Watched", "config": {"blind": "colour 1"}}})
     start("blind", "--max_steps", "3", "--roles", blind, "--reward_max_error_rate", "0.5")
     lost = json.dumps({"reward": {"_target_": f"{HERE}.Watched", "config": {"weights": str(out / "none")}}})
@@ -123,9 +123,9 @@ def _alone(recipe: str, out: Path) -> dict[str, Any]:
         start("refused", "--max_steps", "1", "--roles", roles, as_=str(config))
     # A part of another save, with a manifest that fits.
     shutil.copytree(out / "parts", out / "mixed")
-    checkpoint = out / "mixed" / "checkpoint-4"
+    checkpoint = out / "mixed" / "checkpoint-3"
     part = checkpoint / "roles" / "reward.json"
-    part.write_text(part.read_text().replace('"step": 4', '"step": 2'))
+    part.write_text(part.read_text().replace('"step": 3', '"step": 2'))
     manifest = checkpoint / "manifest.json"
     entries = json.loads(manifest.read_text())
     entries["files"]["roles/reward.json"] = asdict(hash_files(checkpoint, [part])["roles/reward.json"])
@@ -146,7 +146,7 @@ def _three(recipe: str, out: Path) -> dict[str, Any]:
         except (RemoteRewardError, RunFailure) as error:
             seen[name] = str(error)
 
-    start("own rank", {}, "--max_steps", "4")
+    start("own rank", {}, "--max_steps", "3")
     start("not loaded", {"config": {"fail": "loading"}}, "--max_steps", "1")
     start("raises", {"config": {"fail": "scoring"}}, "--max_steps", "1")
     start("mendable", {"config": {"fail": "input"}}, "--max_steps", "1")
@@ -175,7 +175,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(ran: tuple[Path, dict[str, Any], list
     whole, parts = (rows(out / name, "metrics.jsonl") for name in ("whole", "parts"))
     assert [[row[key] for key in NUMBERS] for row in parts] == [[r[key] for key in NUMBERS] for r in whole]
     for section in ("model", "ema", "optimizer"):
-        first, second = (_weights(out / name / "checkpoint-4", section) for name in ("whole", "parts"))
+        first, second = (_weights(out / name / "checkpoint-3", section) for name in ("whole", "parts"))
         assert first.keys() == second.keys() and first
         assert all(torch.equal(first[name], second[name]) for name in first)
     assert any(row["kl_loss"] > 0 for row in whole)
@@ -229,7 +229,7 @@ def test_parts_that_do_not_belong_together_are_refused_in_one_line(
 ) -> None:
     out, alone, _ = ran
     (line,) = alone["mixed"]
-    assert "role reward is of step 2 and the actor's of step 4" in line
+    assert "role reward is of step 2 and the actor's of step 3" in line
     (line,) = alone["missing weights"]
     assert line == f"roles.reward: {out / 'none'} is missing; download it"
     assert alone["{'blind': 'all'}"] == ["roles.reward: 6 samples of 5 frames cannot be seen"]

@@ -40,8 +40,14 @@ from wan_trainer.types import PendingRewards, RewardRequest, RewardResult, UserE
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def recipe(tmp_path: Path, tiny_ti2v: Path, tiny_dataset: Path, tiny_evalkit: TinyEvalkit) -> Path:
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the recipe is, and the runs and refusals of this module."""
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def recipe(place: Path, tiny_ti2v: Path, tiny_dataset: Path, tiny_evalkit: TinyEvalkit) -> Path:
     """A GRPO recipe of two prompts x four rollouts and three denoising steps."""
     values: dict[str, Any] = {
         "trainer": "dancegrpo",
@@ -53,7 +59,7 @@ def recipe(tmp_path: Path, tiny_ti2v: Path, tiny_dataset: Path, tiny_evalkit: Ti
         "height": 32,
         "width": 32,
         "fps": 16,
-        "output_dir": str(tmp_path / "run"),
+        "output_dir": str(place / "run"),
         "batch_size": 2,
         "grpo_shared_prompt_batch": True,
         "grpo_group_size": 4,
@@ -78,10 +84,10 @@ def recipe(tmp_path: Path, tiny_ti2v: Path, tiny_dataset: Path, tiny_evalkit: Ti
         "vbvr_reward_fps": 16,
         "vbvr_reward_cpu_workers": 1,
         "vbvr_reward_cpu_threads_per_worker": 1,
-        "vbvr_reward_tmp_dir": str(tmp_path / "scratch"),
+        "vbvr_reward_tmp_dir": str(place / "scratch"),
         "rendezvous_timeout_s": 120,
     }
-    path = tmp_path / "recipe.yaml"
+    path = place / "recipe.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
 
@@ -102,9 +108,41 @@ def _rows(run: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / name).read_text().splitlines()]
 
 
-def test_a_run_ends_with_everything_a_reader_needs(recipe: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert run_ranks(1, _train, str(recipe), 1, []) == [0]
+def _starts(recipe: str, run: str, first: str) -> list[tuple[Any, str]]:
+    """Starts of one run, each after the other: what it came to, and the metrics it left. The run after its
+    first start stays in `first`."""
+    starts: list[tuple[list[str], list[str]]] = [
+        ([], []),
+        ([], []),
+        (["--seed", "7", "--shuffle_raw_indices_seed", "42"], []),
+        (
+            ["--max_steps", "4", "--save_steps", "4", "--gradient_accumulation_steps", "4"],
+            ["gradient_accumulation_steps"],
+        ),
+        # Where the prompts are read changes nothing.
+        (["--max_steps", "3", "--num_workers", "1"], []),
+    ]
+    seen: list[tuple[Any, str]] = []
+    for overrides, allowed in starts:
+        came_to = _train(recipe, 1, overrides, allowed)
+        seen.append((came_to, (Path(run) / "metrics.jsonl").read_text()))
+        if len(seen) == 1:
+            shutil.copytree(run, first)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def started(recipe: Path, place: Path) -> list[tuple[Any, str]]:
+    """What every start of `place`/run came to."""
+    (seen,) = run_ranks(1, _starts, str(recipe), str(place / "run"), str(place / "first"))
+    return seen
+
+
+def test_a_run_ends_with_everything_a_reader_needs(
+    place: Path, started: list[tuple[Any, str]], tmp_path: Path
+) -> None:
+    run = place / "first"
+    assert started[0][0] == 0
 
     metrics = _rows(run, "metrics.jsonl")
     assert [row["batch"] for row in metrics] == [0, 1]
@@ -129,31 +167,14 @@ def test_a_run_ends_with_everything_a_reader_needs(recipe: Path, tmp_path: Path)
     assert main(["export", str(run), "--to", "diffusers", "--out", str(tmp_path / "exported")]) == 0
     assert read_directory(tmp_path / "exported", "ti2v-5b").experts == ("transformer",)
     assert (run / "latest").read_text().strip() == "checkpoint-2"
-    assert not list((tmp_path / "scratch").glob("scorer-*"))
+    assert not list((place / "scratch").glob("scorer-*"))
 
 
-def _starts(recipe: str, run: str) -> list[tuple[Any, str]]:
-    """Starts of one run, each after the other: what it came to, and the metrics it left."""
-    starts: list[tuple[list[str], list[str]]] = [
-        ([], []),
-        ([], []),
-        (["--seed", "7", "--shuffle_raw_indices_seed", "42"], []),
-        (
-            ["--max_steps", "4", "--save_steps", "4", "--gradient_accumulation_steps", "4"],
-            ["gradient_accumulation_steps"],
-        ),
-        (["--max_steps", "3"], []),
-    ]
-    seen: list[tuple[Any, str]] = []
-    for overrides, allowed in starts:
-        came_to = _train(recipe, 1, overrides, allowed)
-        seen.append((came_to, (Path(run) / "metrics.jsonl").read_text()))
-    return seen
-
-
-def test_a_run_continues_completes_and_refuses_another_seed(recipe: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    ((first, complete, other_seed, other_window, continued),) = run_ranks(1, _starts, str(recipe), str(run))
+def test_a_run_continues_completes_and_refuses_another_seed(
+    place: Path, started: list[tuple[Any, str]]
+) -> None:
+    run = place / "run"
+    first, complete, other_seed, other_window, continued = started
     assert first[0] == 0
     assert complete == first, "a complete run says so"
     ((refused,), metrics) = other_seed
@@ -287,51 +308,60 @@ def _compare(alone: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> None:
             assert difference.norm() <= 1e-5 * expected.norm() + 1e-12, name
 
 
-def _with_other_learning_rate(recipe: str, world: int) -> Any:
-    return _train(recipe, world, ["--learning_rate", "1e-3" if os.environ["RANK"] == "1" else "1e-4"])
+def _refusals(recipe: str, scratch: str) -> dict[str, Any]:
+    """What both ranks say where one of them has another configuration, other data, or a broken model."""
+    second = os.environ["RANK"] == "1"
+    seen: dict[str, Any] = {}
+    new = ["--output_dir", f"{scratch}/run"]
+    seen["config"] = _train(recipe, 2, [*new, "--learning_rate", "1e-3" if second else "1e-4"])
 
-
-def test_ranks_with_different_configs_are_refused_by_key(recipe: Path) -> None:
-    for problems in run_ranks(2, _with_other_learning_rate, str(recipe), 2):
-        (line,) = problems
-        assert line.startswith("learning_rate: rank 1 on ") and "start every node" in line
-
-
-def _with_another_manifest_on_rank_1(recipe: str) -> Any:
     whole = session.load_dataset
 
     def edited(spec: Any) -> Any:
         dataset = whole(spec)
-        if os.environ["RANK"] == "1":
+        if second:
             dataset.digests["split_manifest_rl.json"] = "edited"
         return dataset
 
     session.load_dataset = edited
-    return _train(recipe, 2, [])
+    seen["data"] = _train(recipe, 2, new)
+    session.load_dataset = whole
+
+    load = assembly.load_wan
+
+    def elsewhere(spec: Any, *arguments: Any, **options: Any) -> Any:
+        return load(dataclasses.replace(spec, path=Path(scratch) / "gone"), *arguments, **options)
+
+    if second:
+        assembly.load_wan = elsewhere
+    seen["model"] = _train(recipe, 2, new)
+    return seen
 
 
-def test_nodes_with_different_copies_of_the_data_are_refused_by_file(recipe: Path) -> None:
-    for (line,) in run_ranks(2, _with_another_manifest_on_rank_1, str(recipe)):
+@pytest.fixture(scope="module")
+def refused(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """`_refusals` of two ranks."""
+    return run_ranks(2, _refusals, str(recipe), str(tmp_path_factory.mktemp("refused")))
+
+
+def test_ranks_with_different_configs_are_refused_by_key(refused: list[dict[str, Any]]) -> None:
+    for seen in refused:
+        (line,) = seen["config"]
+        assert line.startswith("learning_rate: rank 1 on ") and "start every node" in line
+
+
+def test_nodes_with_different_copies_of_the_data_are_refused_by_file(refused: list[dict[str, Any]]) -> None:
+    for seen in refused:
+        (line,) = seen["data"]
         assert line.startswith("dataset_json: the content of split_manifest_rl.json: rank 1 on ")
         assert "edited" in line and line.endswith(": give every node the same files")
 
 
-def test_what_stops_one_rank_stops_all_with_the_same_line(recipe: Path, tmp_path: Path) -> None:
+def test_what_stops_one_rank_stops_all_with_the_same_line(refused: list[dict[str, Any]]) -> None:
     # A disk that only one machine sees empty: the configurations agree, the files do not.
-    first, second = run_ranks(2, _train_with_broken_model_on_rank_1, str(recipe), str(tmp_path))
+    first, second = (seen["model"] for seen in refused)
     assert first == second
     assert len(first) == 1 and "gone is not a directory" in first[0]
-
-
-def _train_with_broken_model_on_rank_1(recipe: str, scratch: str) -> Any:
-    if os.environ["RANK"] == "1":
-        whole = assembly.load_wan
-
-        def elsewhere(spec: Any, *arguments: Any, **options: Any) -> Any:
-            return whole(dataclasses.replace(spec, path=Path(scratch) / "gone"), *arguments, **options)
-
-        assembly.load_wan = elsewhere
-    return _train(recipe, 2, [])
 
 
 MISBEHAVING = '''
@@ -368,6 +398,9 @@ def evaluate_single_video(video_path, task_name, gt_info, device):
 '''
 
 
+TIMEOUT = ["--reward_timeout_s", "3"]
+
+
 @pytest.fixture
 def misbehaving(tmp_path: Path, tiny_evalkit: TinyEvalkit) -> list[str]:
     """Overrides that name an evaluator whose first five clips go wrong, each in another way."""
@@ -377,38 +410,52 @@ def misbehaving(tmp_path: Path, tiny_evalkit: TinyEvalkit) -> list[str]:
     whole, main, entry = source.read_text().partition('\nif __name__ == "__main__":')
     source.write_text(whole + MISBEHAVING + main + entry)
     digest = source_sha256(directory)
-    return [
-        *("--vbvr_reward_evalkit_dir", str(directory), "--vbvr_reward_evalkit_source_sha256", digest),
-        *("--reward_timeout_s", "4"),
-    ]
+    return ["--vbvr_reward_evalkit_dir", str(directory), "--vbvr_reward_evalkit_source_sha256", digest]
 
 
-def test_a_scorer_that_fails_costs_its_samples_only(
+class _FiveOfEight(_MeanColour):
+    """A reward that misses the first five samples of a batch."""
+
+    def submit(self, videos: np.ndarray, requests: list[RewardRequest]) -> PendingRewards:
+        results = super().submit(videos, requests).result()
+        return _Scored(
+            [
+                RewardResult(result.id, 0.0, error="no answer")
+                if result.id.prompt * 4 + result.id.member < 5
+                else result
+                for result in results
+            ]
+        )
+
+
+def _with_missing_rewards(recipe: str, out: str, misbehaving: list[str]) -> tuple[Any, str]:
+    """A run that may miss nearly all rewards, with a scorer that fails; one that may not, and how it ends."""
+    allowed = ["--output_dir", f"{out}/allowed", "--reward_max_error_rate", "0.9"]
+    status = _train(recipe, 1, [*allowed, *misbehaving, *TIMEOUT])
+    session.build_reward = lambda *_arguments, **_options: _FiveOfEight()
+    try:
+        _train(recipe, 1, ["--output_dir", f"{out}/failed"])
+    except RunFailure as error:
+        return status, str(error)
+    return status, "no failure"
+
+
+def test_a_scorer_that_fails_costs_its_samples_only_unless_too_many_are_missing(
     recipe: Path, tmp_path: Path, misbehaving: list[str]
 ) -> None:
-    assert run_ranks(1, _train, str(recipe), 1, [*misbehaving, "--reward_max_error_rate", "0.9"]) == [0]
-    run = tmp_path / "run"
+    ((status, message),) = run_ranks(1, _with_missing_rewards, str(recipe), str(tmp_path), misbehaving)
+    assert status == 0
+    run = tmp_path / "allowed"
     first, second = _rows(run, "metrics.jsonl")
     assert first["reward_valid_fraction"] == pytest.approx(3 / 8)
     assert second["reward_valid_fraction"] == 1.0
     assert np.isfinite(first["grad_norm"]) and first["grad_norm"] > 0, "the other samples still teach"
     reasons = [row["reason"] for row in _rows(run, "reward_errors.jsonl")]
     assert len(reasons) == 5
-    for word in ("within 4 s", "exited with status 3", "a scorer that raises", "nan is not", "not a dict"):
+    for word in ("within 3 s", "exited with status 3", "a scorer that raises", "nan is not", "not a dict"):
         assert any(word in reason for reason in reasons), (word, reasons)
 
-
-def _train_until_failure(recipe: str, overrides: list[str]) -> str:
-    try:
-        _train(recipe, 1, overrides)
-    except RunFailure as error:
-        return str(error)
-    return "no failure"
-
-
-def test_too_many_missing_rewards_stop_the_run(recipe: Path, tmp_path: Path, misbehaving: list[str]) -> None:
-    (message,) = run_ranks(1, _train_until_failure, str(recipe), misbehaving)
     assert "reward_max_error_rate" in message and "5 of 8" in message
-    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    record = json.loads((tmp_path / "failed" / "run.json").read_text())
     assert (record["status"], record["exit_status"]) == ("failed", 1)
     assert "reward_max_error_rate" in record["reason"]

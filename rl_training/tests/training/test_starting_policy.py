@@ -17,10 +17,10 @@ EXACT = ("kl_loss", "policy_loss", "reward_mean", "grad_norm", "ratio_max_dev", 
 
 def _three_starts(recipe: str, out: Path) -> list[Any]:
     """A run of three batches; another of two, which a second start makes three."""
-    common = ["--save_steps", "2", "--lr_scheduler", "constant"]
+    common = ["--lr_scheduler", "constant"]
     return [
         run(recipe, [*common, "--max_steps", steps, "--output_dir", str(out / name)], MeanColour())
-        for name, steps in (("whole", "3"), ("parts", "2"), ("parts", "3"))
+        for name, steps in (("whole", "2"), ("parts", "1"), ("parts", "2"))
     ]
 
 
@@ -38,15 +38,15 @@ def test_full_fine_tuning_keeps_its_starting_policy_over_a_resume(
     assert run_ranks(1, _three_starts, str(recipe), tmp_path) == [[0, 0, 0]]
 
     whole, parts = (rows(tmp_path / name, "metrics.jsonl") for name in ("whole", "parts"))
-    assert [row["batch"] for row in parts] == [0, 1, 2]
+    assert [row["batch"] for row in parts] == [0, 1]
     assert [[row[key] for key in EXACT] for row in parts] == [[row[key] for key in EXACT] for row in whole]
     assert whole[0]["kl_loss"] == 0.0, "the start does not diverge from itself"
     # Had the second start measured from the checkpoint, its first batch would not diverge either.
-    assert whole[1]["kl_loss"] > 0 and whole[2]["kl_loss"] > 0
+    assert whole[1]["kl_loss"] > 0
     assert all(row["ratio_max_dev"] == 0 and row["grad_norm"] > 0 for row in whole)
 
-    averages, weights = (_tensors(tmp_path / "whole" / "checkpoint-3", part) for part in ("ema", "model"))
-    resumed = _tensors(tmp_path / "parts" / "checkpoint-3", "ema")
+    averages, weights = (_tensors(tmp_path / "whole" / "checkpoint-2", part) for part in ("ema", "model"))
+    resumed = _tensors(tmp_path / "parts" / "checkpoint-2", "ema")
     assert averages.keys() == resumed.keys() == weights.keys()
     assert all(torch.equal(averages[name], resumed[name]) for name in averages)
     assert all(not torch.equal(averages[name], weights[name]) for name in averages)

@@ -64,8 +64,8 @@ def test_four_two_and_four_ranks_train_what_one_rank_trains(
     # The dataset's eight samples are four batches: the second stop is at an epoch's end.
     for ranks, ranks_per_node, batches, layout, status in (
         (4, 4, 2, [], EXIT_STOPPED),
-        (2, 1, 2, ["--hsdp"], EXIT_STOPPED),
-        (4, 4, 2, ["--tensor_parallel_size", "2"], EXIT_DONE),
+        (2, 2, 2, ["--tensor_parallel_size", "2"], EXIT_STOPPED),
+        (4, 2, 2, ["--hsdp"], EXIT_DONE),
     ):
         assert run_ranks(ranks, _start, recipe, ranks_per_node, batches, layout) == [status] * ranks
 
