@@ -2,8 +2,10 @@
 checkout.
 
 Each is built once a session (a second or less) and must be treated as read-only: copy a directory before
-changing it.
+changing it. What builds them is imported when used: the process that only hands out tests reads this too.
 """
+
+# ruff: noqa: PLC0415
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from typing import NamedTuple
 
 import pytest
 
-from wan_trainer.data.unpack import unpack
-from wan_trainer.rewards.evalkit import source_sha256
-from wan_trainer.tiny.models import make_tiny
-from wan_trainer.tiny.tasks import write_archives
-from wan_trainer.tiny.world import evalkit_source
+
+def _make_tiny(family: str, path: Path) -> Path:
+    from wan_trainer.tiny.models import make_tiny
+
+    return make_tiny(family, path)
 
 
 @pytest.fixture(scope="session")
@@ -29,24 +31,26 @@ def tiny_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_ti2v(tiny_root: Path) -> Path:
     """A tiny TI2V-5B directory: expand_timesteps, VAE 2.2, latents (4, F, H/16, W/16)."""
-    return make_tiny("ti2v-5b", tiny_root / "models" / "ti2v-5b")
+    return _make_tiny("ti2v-5b", tiny_root / "models" / "ti2v-5b")
 
 
 @pytest.fixture(scope="session")
 def tiny_a14b(tiny_root: Path) -> Path:
     """A tiny I2V-A14B directory: two experts with different weights, VAE 2.1, latents (4, F, H/8, W/8)."""
-    return make_tiny("i2v-a14b", tiny_root / "models" / "i2v-a14b")
+    return _make_tiny("i2v-a14b", tiny_root / "models" / "i2v-a14b")
 
 
 @pytest.fixture(scope="session")
 def tiny_t2v(tiny_root: Path) -> Path:
     """A tiny T2V-1.3B directory: VAE 2.1, no image conditioning."""
-    return make_tiny("t2v-1.3b", tiny_root / "models" / "t2v-1.3b")
+    return _make_tiny("t2v-1.3b", tiny_root / "models" / "t2v-1.3b")
 
 
 @pytest.fixture(scope="session")
 def tiny_archives(tiny_root: Path) -> Path:
     """The root of tiny archives in the public layout: two tasks of four samples, 64x64 pixels, 9 frames."""
+    from wan_trainer.tiny.tasks import write_archives
+
     write_archives(tiny_root / "archives", samples_per_task=4)
     return tiny_root / "archives"
 
@@ -55,6 +59,8 @@ def tiny_archives(tiny_root: Path) -> Path:
 def tiny_dataset(tiny_archives: Path, tiny_root: Path) -> Path:
     """dataset.json of the unpacked `tiny_archives`. Its video shape is the recipes': pass 9 frames of
     64x64."""
+    from wan_trainer.data.unpack import unpack
+
     out = tiny_root / "dataset"
     unpack(tiny_archives, out, source_revision="tiny", expected_tasks=2, expected_samples=8, workers=1)
     return out / "dataset.json"
@@ -70,6 +76,9 @@ class TinyEvalkit(NamedTuple):
 @pytest.fixture(scope="session")
 def tiny_evalkit(tiny_root: Path) -> TinyEvalkit:
     """A copy of the small evaluator checkout, away from the repository like a user's."""
+    from wan_trainer.rewards.evalkit import source_sha256
+    from wan_trainer.tiny.world import evalkit_source
+
     directory = tiny_root / "evalkit"
     shutil.copytree(evalkit_source(), directory, ignore=shutil.ignore_patterns("__pycache__"))
     return TinyEvalkit(directory, source_sha256(directory))

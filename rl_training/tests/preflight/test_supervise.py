@@ -9,11 +9,12 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from wan_trainer.preflight.supervise import children, recorded_status, translate
+from wan_trainer.preflight.supervise import children, recorded_status, supervise, translate
 
 # A stand-in for torchrun: starts two "ranks" that write a file on SIGTERM, waits for both, and answers 1 if
 # any of them failed, as torchrun does. It notes a signal that reaches itself.
@@ -26,7 +27,7 @@ def note(number, frame):
         rank.kill()
 signal.signal(signal.SIGTERM, note)
 signal.signal(signal.SIGINT, note)
-command = [sys.executable, str(folder / "rank.py"), str(folder)]
+command = [sys.executable, "-SE", str(folder / "rank.py"), str(folder)]
 ranks = [subprocess.Popen([*command, str(i)], start_new_session=True) for i in range(2)]
 sys.exit(int(any(rank.wait() for rank in ranks)))
 """
@@ -55,7 +56,7 @@ def start(folder: Path, command: list[str]) -> subprocess.Popen[str]:
 def start_ranks(folder: Path) -> subprocess.Popen[str]:
     (folder / "rank.py").write_text(RANK)
     (folder / "torchrun.py").write_text(TORCHRUN)
-    supervisor = start(folder, [sys.executable, str(folder / "torchrun.py"), str(folder)])
+    supervisor = start(folder, [sys.executable, "-SE", str(folder / "torchrun.py"), str(folder)])
     wait_for(folder / "ready_0", folder / "ready_1")
     return supervisor
 
@@ -145,7 +146,17 @@ def test_a_signal_before_there_are_ranks_ends_torchrun(tmp_path):
 
 
 def child(body: str) -> list[str]:
-    return [sys.executable, "-c", textwrap.dedent(body)]
+    # Without the site's packages, which it does not need.
+    return [sys.executable, "-SEc", textwrap.dedent(body)]
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """A supervisor in this process leaves its signal handlers."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
@@ -165,20 +176,16 @@ def child(body: str) -> list[str]:
         (75, {"starts": [{"exit_status": 1}]}, 75),
     ],
 )
-def test_the_record_explains_torchruns_status(tmp_path, status, record, expected):
+def test_the_record_explains_torchruns_status(tmp_path, handlers, status, record, expected):
     write = (
         "" if record is None else f"open({str(tmp_path / 'run.json')!r}, 'w').write({json.dumps(record)!r});"
     )
-    supervisor = start(tmp_path, child(f"{write} raise SystemExit({status})"))
-    supervisor.communicate(timeout=20)
-    assert supervisor.returncode == expected
+    assert supervise(child(f"{write} raise SystemExit({status})"), tmp_path) == expected
 
 
-def test_an_untouched_record_says_nothing(tmp_path):
+def test_an_untouched_record_says_nothing(tmp_path, handlers):
     (tmp_path / "run.json").write_text('{"starts": [{"exit_status": 75}]}')
-    supervisor = start(tmp_path, child("raise SystemExit(1)"))
-    supervisor.communicate(timeout=20)
-    assert supervisor.returncode == 1
+    assert supervise(child("raise SystemExit(1)"), tmp_path) == 1
 
 
 def test_arguments_arrive_unchanged(tmp_path):
@@ -198,7 +205,7 @@ def test_a_damaged_record_is_no_record(tmp_path):
 
 
 def test_children_are_the_direct_ones():
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"])
+    process = subprocess.Popen(["sleep", "20"])
     try:
         assert process.pid in children(os.getpid())
         assert children(process.pid) == []

@@ -23,6 +23,9 @@ from wan_trainer.rewards.process import ScorerFailure, ScorerSettings
 from wan_trainer.rewards.scratch import Scratch
 from wan_trainer.types import RewardRequest
 
+# The rule reward's own tests measure what is covered of a scorer.
+pytestmark = pytest.mark.usefixtures("unmeasured")
+
 PARENT = """
 import sys, time
 from pathlib import Path

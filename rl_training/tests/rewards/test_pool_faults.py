@@ -47,6 +47,7 @@ EVALUATOR = f"""
 """
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_a_thousand_videos_with_broken_scorers(
     spec: RuleRewardSpec,
     make_request: Callable[..., RewardRequest],
