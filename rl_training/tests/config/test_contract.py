@@ -68,6 +68,23 @@ def test_changes_are_named_by_key_and_can_be_allowed(load):
     assert contract_changes(saved, contract_values(load().config)) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lora_rank", 8),
+        ("lora_target_modules", ["to_q"]),
+        ("lora_module_prefix", "low_noise"),
+        ("train_experts", "low"),
+    ],
+)
+def test_what_a_checkpoint_holds_cannot_be_allowed_to_change(load, name, value):
+    saved = contract_values(load().config)
+    changed = {**saved, "model": saved["model"] | {name: value}}
+    (line,) = contract_changes(saved, changed, [name])
+    assert line.startswith(f"{name}: ") and "another output_dir" in line
+    assert "--allow_changed" not in line, "it would be followed in vain"
+
+
 def test_a_secret_is_masked_where_values_are_shown(load):
     config = load(reward="judge", vlm_reward_api_key="hush").config
     assert "hush" not in json.dumps(public_values(config))

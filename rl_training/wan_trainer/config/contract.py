@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 MASK = "********"
 # Scratch space is each machine's own affair.
 _MACHINE_LOCAL = frozenset({"vbvr_reward_tmp_dir"})
+# What a checkpoint holds weights and moments of: with another value there is nothing to go on from.
+_TRAINED = frozenset({"lora_rank", "lora_target_modules", "lora_module_prefix", "train_experts"})
 
 
 def public_values(config: GrpoConfig) -> dict[str, Any]:
@@ -76,15 +78,26 @@ def contract_changes(
     current: Mapping[str, Mapping[str, Any]],
     allowed: Collection[str] = (),
 ) -> list[str]:
-    """One line for each key whose value differs from the saved run's, those in `allowed` aside."""
+    """One line for each key whose value differs from the saved run's, those in `allowed` aside.
+
+    No allowance reaches the keys that say which parameters are trained.
+    """
     lines: list[str] = []
     for group, values in current.items():
         before = saved.get(group, {})
         for name in sorted(values.keys() | before.keys()):
             old, new = before.get(name), values.get(name)
-            if old != new and name not in allowed:
+            if old == new or (name in allowed and name not in _TRAINED):
+                continue
+            differs = f"{name}: {json.dumps(new)} differs from {json.dumps(old)} of the run to go on from"
+            if name in _TRAINED:
                 lines.append(
-                    f"{name}: {json.dumps(new)} differs from {json.dumps(old)} of the run to go on from "
-                    f"({group}); restore it, choose another output_dir, or add --allow_changed {name}"
+                    f"{differs}, whose checkpoint holds what that one trained; restore it, or start a run of "
+                    "its own in another output_dir"
+                )
+            else:
+                lines.append(
+                    f"{differs} ({group}); restore it, choose another output_dir, or add "
+                    f"--allow_changed {name}"
                 )
     return lines

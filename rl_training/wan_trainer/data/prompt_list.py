@@ -113,7 +113,7 @@ def _lines(path: Path) -> Iterable[tuple[int, str]]:
 def _entry(text: str) -> tuple[Mapping[str, str], list[str]]:
     """The keys of a .jsonl line that are not null, and what is wrong with them."""
     try:
-        value: Any = json.loads(text)
+        value: Any = json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         return {}, [f"{short(text)}, not JSON ({error.msg}, column {error.colno}); write one object a line"]
     except (ValueError, RecursionError) as error:
@@ -150,6 +150,16 @@ def _entry(text: str) -> tuple[Mapping[str, str], list[str]]:
     if "prompt" not in entry:
         problems.append(f"{short(text)}, has no prompt; add the key")
     return texts, problems
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs. Raises ValueError for a key that stands twice: json would drop the first."""
+    entry: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in entry:
+            raise ValueError(f"{key!r} stands twice")
+        entry[key] = value
+    return entry
 
 
 def _sample(entry: Mapping[str, str], folder: Path, task: str, name: str) -> Sample:

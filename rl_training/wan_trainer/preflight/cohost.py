@@ -69,7 +69,8 @@ class Service:
         self._log = log
         self._ancestor = os.getpid() if adopted else None
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as output:
+        # Behind what an earlier start of the run left there.
+        with log.open("ab") as output:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
