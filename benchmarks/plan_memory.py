@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wan_trainer.config.resolution import resolve, topology_of
-from wan_trainer.config.schema import GrpoConfig
+from wan_trainer.config.schema import TrainConfig
 from wan_trainer.distributed.mesh import Mesh, init_mesh
 from wan_trainer.models.wan.architecture import model_shape
 from wan_trainer.planning.memory import estimate_memory
@@ -274,7 +274,7 @@ def make_model(case: Case, out: Path) -> Path:
     return out
 
 
-def configure(case: Case, model: Path) -> GrpoConfig:
+def configure(case: Case, model: Path) -> TrainConfig:
     """One prompt for each rank, replayed in the chunks of the rollout."""
     values = {
         "device": "cpu",
@@ -294,7 +294,7 @@ def configure(case: Case, model: Path) -> GrpoConfig:
         "grpo_num_sampling_steps": 3,
         **case.config,
     }
-    return GrpoConfig.model_validate(values)
+    return TrainConfig.model_validate(values)
 
 
 def measure(case: Case, model: Path, mesh: Mesh) -> dict[str, dict[str, int]]:

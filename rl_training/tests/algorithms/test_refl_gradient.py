@@ -147,7 +147,7 @@ def trainer_gradient(
         observer=events,
         refl=refl,
         sampler=sampler,
-        levels=sigmas(STEPS, 5.0).tolist(),
+        grid=sigmas(STEPS, 5.0).tolist(),
         latent_shape=tiny.policy.latent_shape(FRAMES, HEIGHT, WIDTH),
         accumulation=1,
         device=torch.device("cpu"),

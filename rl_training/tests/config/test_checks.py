@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from wan_trainer.config import GrpoConfig, load_with_sources, resolve
+from wan_trainer.config import TrainConfig, load_with_sources, resolve
 from wan_trainer.config.checks import few_steps_warning
 from wan_trainer.types import UserError
 
@@ -208,7 +208,7 @@ def test_an_unknown_family_is_held_to_what_all_families_need(load):
 def test_building_the_schema_directly_asks_the_same_questions(load):
     values = {**load().config.model_dump(), "num_frames": 80, "warmup_steps": 3, "lr_scheduler": "constant"}
     with pytest.raises(UserError) as caught:
-        GrpoConfig.model_validate(values)
+        TrainConfig.model_validate(values)
     assert len(caught.value.problems) == 2
 
 

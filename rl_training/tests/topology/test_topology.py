@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from wan_trainer.config import GrpoConfig, topology_of
+from wan_trainer.config import TrainConfig, topology_of
 from wan_trainer.topology import (
     FAMILIES,
     assign,
@@ -21,7 +21,7 @@ from wan_trainer.topology import (
 from wan_trainer.types import UserError
 
 
-def config(**values) -> GrpoConfig:
+def config(**values) -> TrainConfig:
     base = {
         "model_path": "m",
         "model_family": "ti2v-5b",
@@ -30,7 +30,7 @@ def config(**values) -> GrpoConfig:
         "vbvr_reward_evalkit_dir": "e",
         "vbvr_reward_evalkit_source_sha256": "0" * 64,
     }
-    return GrpoConfig.model_validate({**base, **values})
+    return TrainConfig.model_validate({**base, **values})
 
 
 SHARED = {"grpo_shared_prompt_batch": True}

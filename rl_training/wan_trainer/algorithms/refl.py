@@ -83,7 +83,7 @@ class _Learned:
 class ReflParts:
     """What a run gives ReFL; the docstrings of the parts' protocols say how they behave.
 
-    reward: what is trained on. monitor: another reward that is only logged. levels: T + 1 sigmas down to 0.
+    reward: what is trained on. monitor: another reward that is only logged. grid: T + 1 sigmas down to 0.
     latent_shape: (C, F, h, w). latent_dtype: float32 in a run. accumulation: batches per optimizer update.
     reference: needed when `refl.kl_coeff` > 0.
     """
@@ -98,7 +98,7 @@ class ReflParts:
     observer: Observer
     refl: ReflSpec
     sampler: SamplerSpec
-    levels: Sequence[float]
+    grid: Sequence[float]
     latent_shape: Sequence[int]
     accumulation: int
     device: torch.device
@@ -144,7 +144,7 @@ class Refl:
                 condition = encoded.select([row_of[i.prompt] for i in part])
                 with _naming(batch, part), parts.clock.span("sample", step):
                     sampled = draw(
-                        parts.policy, condition, self._noise(part), parts.levels, plan, self._guidance
+                        parts.policy, condition, self._noise(part), parts.grid, plan, self._guidance
                     )
                 chunks.append(ReflChunk(part, condition, sampled))
         elapsed = time.monotonic() - started
@@ -239,11 +239,11 @@ class Refl:
         All ranks run the same backwards at the same sigmas in the same order: shares are equal, and the steps
         are a function of the batch.
         """
-        parts, condition, levels = self._parts, chunk.condition, self._parts.levels
-        first_use = {parts.policy.expert_for(levels[index]): index for index in reversed(plan.steps)}
+        parts, condition, grid = self._parts, chunk.condition, self._parts.grid
+        first_use = {parts.policy.expert_for(grid[index]): index for index in reversed(plan.steps)}
         divergence = torch.zeros(len(chunk.ids), device=gradient.device)
         for index in reversed(plan.steps):
-            sigma, x_t = levels[index], chunk.sampled.latents[index]
+            sigma, x_t = grid[index], chunk.sampled.latents[index]
             reference = None
             if parts.reference is not None and parts.refl.kl_coeff > 0:
                 # Before the policy's forward: no activations are held meanwhile, and a reference that shares
@@ -256,7 +256,7 @@ class Refl:
                 condition,
                 x_t,
                 sigma,
-                0.0 if plan.jump else levels[index + 1],
+                0.0 if plan.jump else grid[index + 1],
                 gradient,
                 self._guidance,
                 through=plan.through,
@@ -298,7 +298,7 @@ class Refl:
         parts, batch = self._parts, window[-1].batch
         census = RewardCensus.merged([learned.census for learned in window])
         experts = [
-            parts.policy.expert_for(parts.levels[index]) for learned in window for index in learned.plan.steps
+            parts.policy.expert_for(parts.grid[index]) for learned in window for index in learned.plan.steps
         ]
         step_s, self._busy_s = self._busy_s, 0.0
         return StepRecord(

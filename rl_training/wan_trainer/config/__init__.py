@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from wan_trainer.config.load import LoadedConfig, load_config, load_with_sources, settle_device
     from wan_trainer.config.paths import caller_directory, find_config, trainer_path, trainer_root
     from wan_trainer.config.resolution import replay_depth, resolve, topology_of
-    from wan_trainer.config.schema import SECTIONS, GrpoConfig, keys
+    from wan_trainer.config.schema import SECTIONS, TrainConfig, keys
 
 __all__ = [
     "SECTIONS",
-    "GrpoConfig",
     "LoadedConfig",
+    "TrainConfig",
     "caller_directory",
     "common_values",
     "contract_changes",
@@ -64,7 +64,7 @@ _HOMES = {
     "load": ("LoadedConfig", "load_config", "load_with_sources", "settle_device"),
     "paths": ("caller_directory", "find_config", "trainer_path", "trainer_root"),
     "resolution": ("replay_depth", "resolve", "topology_of"),
-    "schema": ("SECTIONS", "GrpoConfig", "keys"),
+    "schema": ("SECTIONS", "TrainConfig", "keys"),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -13,11 +13,11 @@ from wan_trainer.config.rules import Problem, Rule, changed_keys, refuse
 from wan_trainer.topology import FAMILIES, check_video_shape, divisors
 
 if TYPE_CHECKING:
-    from wan_trainer.config.schema import GrpoConfig
+    from wan_trainer.config.schema import TrainConfig
     from wan_trainer.config.specs import RunSpec
 
 
-def contradictions(config: GrpoConfig) -> list[Problem]:
+def contradictions(config: TrainConfig) -> list[Problem]:
     """Every rule between keys that `config` breaks."""
     rules = RULES if is_refl(config) else (*RULES, *GRPO_RULES)
     return [problem for rule in rules for problem in rule(config)]
@@ -43,7 +43,7 @@ def few_steps_warning(spec: RunSpec) -> str | None:
     )
 
 
-def _required(config: GrpoConfig) -> Iterator[Problem]:
+def _required(config: TrainConfig) -> Iterator[Problem]:
     if not config.model_path:
         yield refuse("model_path", "is missing; name the Diffusers directory of the model")
     if not config.dataset_json:
@@ -53,7 +53,7 @@ def _required(config: GrpoConfig) -> Iterator[Problem]:
         yield refuse("output_dir", "is missing; name the directory of the run")
 
 
-def _not_built(config: GrpoConfig) -> Iterator[Problem]:
+def _not_built(config: TrainConfig) -> Iterator[Problem]:
     if isinstance(config.trainer, str) and config.trainer not in ("dancegrpo", "refl"):
         yield refuse(
             "trainer",
@@ -94,13 +94,13 @@ def _not_built(config: GrpoConfig) -> Iterator[Problem]:
         )
 
 
-def _video_shape(config: GrpoConfig) -> Iterator[Problem]:
+def _video_shape(config: TrainConfig) -> Iterator[Problem]:
     for line in check_video_shape(known_family(config), config.num_frames, config.height, config.width):
         name = line.partition(":")[0]
         yield Problem((name, "model_family"), line)
 
 
-def _experts(config: GrpoConfig) -> Iterator[Problem]:
+def _experts(config: TrainConfig) -> Iterator[Problem]:
     family = known_family(config)
     if family is not None and FAMILIES[family].experts == 1 and config.train_experts != "both":
         yield refuse(
@@ -110,7 +110,7 @@ def _experts(config: GrpoConfig) -> Iterator[Problem]:
         )
 
 
-def _adapters(config: GrpoConfig) -> Iterator[Problem]:
+def _adapters(config: TrainConfig) -> Iterator[Problem]:
     if config.lora_rank > 0:
         return
     for name in changed_keys(config, "lora_alpha", "lora_target_modules", "lora_module_prefix"):
@@ -128,7 +128,7 @@ def _adapters(config: GrpoConfig) -> Iterator[Problem]:
         )
 
 
-def _expert_of_adapters(config: GrpoConfig) -> Iterator[Problem]:
+def _expert_of_adapters(config: TrainConfig) -> Iterator[Problem]:
     """A prefix that names the expert which is not trained; other prefixes need the model to be judged."""
     prefix = config.lora_module_prefix
     if config.lora_rank == 0 or prefix is None or config.train_experts == "both":
@@ -144,12 +144,12 @@ def _expert_of_adapters(config: GrpoConfig) -> Iterator[Problem]:
         )
 
 
-def _sharding(config: GrpoConfig) -> Iterator[Problem]:
+def _sharding(config: TrainConfig) -> Iterator[Problem]:
     if config.hsdp and not config.fsdp:
         yield refuse("hsdp", "true shards within a node, and fsdp is false; use --fsdp or --no-hsdp", "fsdp")
 
 
-def _order(config: GrpoConfig) -> Iterator[Problem]:
+def _order(config: TrainConfig) -> Iterator[Problem]:
     if config.shuffle_raw_indices is not None and config.shuffle_raw_indices != config.shuffle:
         yield refuse(
             "shuffle",
@@ -160,7 +160,7 @@ def _order(config: GrpoConfig) -> Iterator[Problem]:
         )
 
 
-def _resume(config: GrpoConfig) -> Iterator[Problem]:
+def _resume(config: TrainConfig) -> Iterator[Problem]:
     if config.reset_dataloader is not None and config.resume_from is None:
         yield refuse(
             "reset_dataloader",
@@ -170,7 +170,7 @@ def _resume(config: GrpoConfig) -> Iterator[Problem]:
         )
 
 
-def _waves(config: GrpoConfig) -> Iterator[Problem]:
+def _waves(config: TrainConfig) -> Iterator[Problem]:
     wave = config.grpo_shared_prompt_microbatch_size
     if wave is None:
         return
@@ -189,7 +189,7 @@ def _waves(config: GrpoConfig) -> Iterator[Problem]:
         yield refuse(name, f"{wave} does not divide batch_size {config.batch_size}; use {near}", "batch_size")
 
 
-def _chunks(config: GrpoConfig) -> Iterator[Problem]:
+def _chunks(config: TrainConfig) -> Iterator[Problem]:
     sample, train = config.grpo_sample_batch_size, config.grpo_train_sample_batch_size
     if train is not None and sample % train:
         near = max(n for n in divisors(sample) if n <= train)
@@ -201,7 +201,7 @@ def _chunks(config: GrpoConfig) -> Iterator[Problem]:
         )
 
 
-def _noise(config: GrpoConfig) -> Iterator[Problem]:
+def _noise(config: TrainConfig) -> Iterator[Problem]:
     formula, eta = config.grpo_sde_formula, config.grpo_sde_noise_scale
     if not isinstance(formula, str):
         yield from _own_noise(config)
@@ -249,7 +249,7 @@ def _noise(config: GrpoConfig) -> Iterator[Problem]:
         )
 
 
-def _own_noise(config: GrpoConfig) -> Iterator[Problem]:
+def _own_noise(config: TrainConfig) -> Iterator[Problem]:
     """A transition of the user's own has its own scale of eta; at 0 a group counts as one without choice."""
     why = "a group of eta 0 is taken to have no noise and teaches nothing"
     bounds = config.grpo_cps_noise_scale_range
@@ -267,7 +267,7 @@ def _own_noise(config: GrpoConfig) -> Iterator[Problem]:
         )
 
 
-def _guidance(config: GrpoConfig) -> Iterator[Problem]:
+def _guidance(config: TrainConfig) -> Iterator[Problem]:
     name = "refl_cfg_scale" if is_refl(config) else "grpo_cfg_scale"
     if config.negative_prompt and getattr(config, name) == 1:
         yield refuse(
@@ -277,7 +277,7 @@ def _guidance(config: GrpoConfig) -> Iterator[Problem]:
         )
 
 
-def _evaluation(config: GrpoConfig) -> Iterator[Problem]:
+def _evaluation(config: TrainConfig) -> Iterator[Problem]:
     every, accumulation = config.eval_steps, config.gradient_accumulation_steps
     if every and not config.eval_dataset_json:
         yield refuse(
@@ -295,7 +295,7 @@ def _evaluation(config: GrpoConfig) -> Iterator[Problem]:
         )
 
 
-def _delay(config: GrpoConfig) -> Iterator[Problem]:
+def _delay(config: TrainConfig) -> Iterator[Problem]:
     delayed, steps = config.grpo_delayed_replay, config.max_off_policy_steps
     if delayed is None or steps is None or steps == int(delayed):
         return
@@ -307,7 +307,7 @@ def _delay(config: GrpoConfig) -> Iterator[Problem]:
     )
 
 
-def _schedule(config: GrpoConfig) -> Iterator[Problem]:
+def _schedule(config: TrainConfig) -> Iterator[Problem]:
     accumulation = config.gradient_accumulation_steps
     if config.lr_scheduler == "constant" and config.warmup_steps:
         yield refuse(

@@ -12,7 +12,7 @@ from wan_trainer.config.roles import without_placement
 from wan_trainer.config.schema import keys
 
 if TYPE_CHECKING:
-    from wan_trainer.config.schema import GrpoConfig
+    from wan_trainer.config.schema import TrainConfig
 
 MASK = "********"
 # Scratch space is each machine's own affair.
@@ -21,7 +21,7 @@ _MACHINE_LOCAL = frozenset({"vbvr_reward_tmp_dir"})
 _TRAINED = frozenset({"lora_rank", "lora_target_modules", "lora_module_prefix", "train_experts"})
 
 
-def public_values(config: GrpoConfig) -> dict[str, Any]:
+def public_values(config: TrainConfig) -> dict[str, Any]:
     """Every key's value as plain data, for records and display, secrets masked."""
     values = config.model_dump(mode="json")
     for name, info in keys().items():
@@ -30,12 +30,12 @@ def public_values(config: GrpoConfig) -> dict[str, Any]:
     return values
 
 
-def common_values(config: GrpoConfig) -> dict[str, Any]:
+def common_values(config: TrainConfig) -> dict[str, Any]:
     """The public values that all machines of a run must share."""
     return {name: value for name, value in public_values(config).items() if name not in _MACHINE_LOCAL}
 
 
-def contract_values(config: GrpoConfig, prompts: int | None = None) -> dict[str, dict[str, Any]]:
+def contract_values(config: TrainConfig, prompts: int | None = None) -> dict[str, dict[str, Any]]:
     """The values of each contract group, as JSON-able data by key.
 
     prompts: prompts of a step over all ranks, when the topology is known: another number would cut the stream
@@ -60,7 +60,7 @@ def contract_values(config: GrpoConfig, prompts: int | None = None) -> dict[str,
     return groups
 
 
-def contract_digests(config: GrpoConfig, prompts: int | None = None) -> dict[str, str]:
+def contract_digests(config: TrainConfig, prompts: int | None = None) -> dict[str, str]:
     """A sha256 of each contract group; equal digests mean equal values."""
     return group_digests(contract_values(config, prompts))
 

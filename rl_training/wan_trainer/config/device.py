@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from wan_trainer.config.schema import GrpoConfig
+    from wan_trainer.config.schema import TrainConfig
 
 CPU_SOURCE = "device: cpu"
 CPU_ATTENTION = ("native", "_native_math")
 
 
-def cpu_changes(config: GrpoConfig) -> dict[str, object]:
+def cpu_changes(config: TrainConfig) -> dict[str, object]:
     """The values that a CPU run has instead of those of `config`: a declared resolution, often empty.
 
     GPU kernels give way to what exists on a CPU. param_dtype is replaced only where the user left it open:
@@ -34,7 +34,7 @@ def cpu_changes(config: GrpoConfig) -> dict[str, object]:
     return changes
 
 
-def resolve_device(config: GrpoConfig, *, cuda_available: bool) -> GrpoConfig:
+def resolve_device(config: TrainConfig, *, cuda_available: bool) -> TrainConfig:
     """`config` with `device: auto` settled, and with what a CPU run changes when it is settled to cpu."""
     device = config.device
     if device == "auto":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from wan_trainer.config.paths import trainer_path
 
 if TYPE_CHECKING:
-    from wan_trainer.config.schema import GrpoConfig
+    from wan_trainer.config.schema import TrainConfig
     from wan_trainer.config.specs import Family
 
 
@@ -70,7 +70,7 @@ def read_family(model_path: Path) -> Family | None:
         return None
 
 
-def known_family(config: GrpoConfig) -> Family | None:
+def known_family(config: TrainConfig) -> Family | None:
     """The configured family, or what the model directory says; None when neither is known yet."""
     if config.model_family != "auto":
         return config.model_family

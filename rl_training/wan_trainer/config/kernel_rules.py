@@ -10,10 +10,10 @@ from wan_trainer.config.attention import ATTENTION_BACKENDS, SIXTEEN_BIT, WITHOU
 from wan_trainer.config.rules import Problem, refuse
 
 if TYPE_CHECKING:
-    from wan_trainer.config.schema import GrpoConfig
+    from wan_trainer.config.schema import TrainConfig
 
 
-def attention_rules(config: GrpoConfig) -> Iterator[Problem]:
+def attention_rules(config: TrainConfig) -> Iterator[Problem]:
     """An attention backend that can train with the other keys."""
     backend = config.attention_backend
     if backend in WITHOUT_BACKWARD:
@@ -53,7 +53,7 @@ def attention_rules(config: GrpoConfig) -> Iterator[Problem]:
         )
 
 
-def compile_rules(config: GrpoConfig) -> Iterator[Problem]:
+def compile_rules(config: TrainConfig) -> Iterator[Problem]:
     """A compilation mode that the backend has."""
     if config.torch_compile_mode is not None and config.torch_compile_backend != "inductor":
         yield refuse(

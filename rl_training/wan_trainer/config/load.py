@@ -16,7 +16,7 @@ from wan_trainer.config.device import CPU_SOURCE, cpu_changes, resolve_device
 from wan_trainer.config.fields import KeyInfo
 from wan_trainer.config.paths import find_config
 from wan_trainer.config.reward_choice import JUDGE, listed
-from wan_trainer.config.schema import DEFER_CHECKS, GrpoConfig, keys
+from wan_trainer.config.schema import DEFER_CHECKS, TrainConfig, keys
 from wan_trainer.config.suggest import suggest
 from wan_trainer.config.text import Values, parse_flags, read_yaml
 from wan_trainer.types import UserError
@@ -39,14 +39,14 @@ class LoadedConfig:
     sources: "default", "yaml", "env", "cli" or "device: cpu" for every key. lines: line of a key in the file.
     """
 
-    config: GrpoConfig
+    config: TrainConfig
     sources: Mapping[str, str]
     path: Path
     lines: Mapping[str, int] = field(default_factory=dict[str, int])
     overrides: tuple[str, ...] = ()
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> GrpoConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """The configuration of a file and overrides. Raises UserError with every problem, one line each."""
     return load_with_sources(path, overrides).config
 
@@ -129,21 +129,21 @@ class _Places:
 
 def _build(
     values: dict[str, Any], places: _Places, problems: list[str], broken: set[str]
-) -> GrpoConfig | None:
+) -> TrainConfig | None:
     """The configuration of `values`; what is wrong is added to `problems`.
 
     Values that are wrong in themselves are set aside first, so that rules between the others are still asked.
     """
-    config: GrpoConfig | None = None
+    config: TrainConfig | None = None
     try:
-        config = GrpoConfig.model_validate(values, context=DEFER_CHECKS)
+        config = TrainConfig.model_validate(values, context=DEFER_CHECKS)
     except ValidationError as error:
         details = error.errors(include_url=False)
         bad = {str(detail["loc"][0]) for detail in details}
         problems += _value_lines(details, places)
         broken |= bad
         kept = {name: value for name, value in values.items() if name not in bad}
-        config = GrpoConfig.model_validate(kept, context=DEFER_CHECKS)
+        config = TrainConfig.model_validate(kept, context=DEFER_CHECKS)
     problems += [
         places.mark(problem.keys[0], problem.text)
         for problem in contradictions(config)

@@ -15,18 +15,18 @@ from wan_trainer.config.roles import REFERENCE, as_roles
 from wan_trainer.config.rules import Problem, changed_keys, refuse
 
 if TYPE_CHECKING:
-    from wan_trainer.config.schema import GrpoConfig
+    from wan_trainer.config.schema import TrainConfig
 
 REFL = "refl"
 _GRPO_ALONE = ("grpo_shared_prompt_batch", "grpo_shared_prompt_microbatch_size")
 
 
-def is_refl(config: GrpoConfig) -> bool:
+def is_refl(config: TrainConfig) -> bool:
     """Whether a run is ReFL."""
     return config.trainer == REFL
 
 
-def grad_window(config: GrpoConfig) -> tuple[int, int]:
+def grad_window(config: TrainConfig) -> tuple[int, int]:
     """First and last denoising step with a gradient."""
     final = config.refl_num_sampling_steps - 1
     first, last = config.refl_first_grad_step, config.refl_last_grad_step
@@ -34,7 +34,7 @@ def grad_window(config: GrpoConfig) -> tuple[int, int]:
     return (last if first is None else first), last
 
 
-def refl_rules(config: GrpoConfig) -> Iterator[Problem]:
+def refl_rules(config: TrainConfig) -> Iterator[Problem]:
     """What a ReFL run needs, or that its keys are not used."""
     if not is_refl(config):
         for name in changed_keys(config, *ReflSection.model_fields):
@@ -72,7 +72,7 @@ def refl_rules(config: GrpoConfig) -> Iterator[Problem]:
         )
 
 
-def _unused(config: GrpoConfig) -> Iterator[Problem]:
+def _unused(config: TrainConfig) -> Iterator[Problem]:
     names = (
         *GrpoSection.model_fields,
         *RuleRewardSection.model_fields,
@@ -84,7 +84,7 @@ def _unused(config: GrpoConfig) -> Iterator[Problem]:
         yield refuse(name, "is not read by trainer: refl; remove it", "trainer")
 
 
-def _tiles(config: GrpoConfig) -> Iterator[Problem]:
+def _tiles(config: TrainConfig) -> Iterator[Problem]:
     height, width = config.refl_vae_tile_height, config.refl_vae_tile_width
     overlap = config.refl_vae_tile_overlap
     if (height is None) != (width is None):
@@ -114,7 +114,7 @@ def _tiles(config: GrpoConfig) -> Iterator[Problem]:
         )
 
 
-def _window(config: GrpoConfig) -> Iterator[Problem]:
+def _window(config: TrainConfig) -> Iterator[Problem]:
     final = config.refl_num_sampling_steps - 1
     first, last = grad_window(config)
     steps = f"steps count from 0 to {final} with refl_num_sampling_steps {final + 1}"

@@ -22,13 +22,15 @@ from wan_trainer.types import UserError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from wan_trainer.config.schema import GrpoConfig
+    from wan_trainer.config.schema import TrainConfig
 
 WHOLE_SCORE = (("score", 1.0),)
 """Component weights of a built-in reward that is one of several."""
 
 
-def resolve(config: GrpoConfig, *, cuda_available: bool, family: specs.Family | None = None) -> specs.RunSpec:
+def resolve(
+    config: TrainConfig, *, cuda_available: bool, family: specs.Family | None = None
+) -> specs.RunSpec:
     """Everything a run needs, with absolute paths and every `auto` settled.
 
     family: what the model directory was found to hold; needed only when `model_family` is auto and the
@@ -71,7 +73,7 @@ def resolve(config: GrpoConfig, *, cuda_available: bool, family: specs.Family | 
     )
 
 
-def topology_of(config: GrpoConfig, nodes: int, nproc: int) -> Topology:
+def topology_of(config: TrainConfig, nodes: int, nproc: int) -> Topology:
     """The topology of `config` on `nodes` machines with `nproc` processes each: needs no model, no family.
 
     Raises UserError with every rule that the numbers break.
@@ -87,12 +89,12 @@ def topology_of(config: GrpoConfig, nodes: int, nproc: int) -> Topology:
     )
 
 
-def counts_all_ranks(config: GrpoConfig) -> bool:
+def counts_all_ranks(config: TrainConfig) -> bool:
     """Whether batch_size counts the prompts of all ranks."""
     return config.grpo_shared_prompt_batch or is_refl(config)
 
 
-def replay_depth(config: GrpoConfig) -> int:
+def replay_depth(config: TrainConfig) -> int:
     """Steps between a rollout and its replay; 0 is on-policy."""
     if config.max_off_policy_steps is not None:
         return config.max_off_policy_steps
@@ -103,7 +105,7 @@ def _optional_path(value: str | None) -> Path | None:
     return None if value is None else trainer_path(value)
 
 
-def _batch(config: GrpoConfig) -> specs.BatchSpec:
+def _batch(config: TrainConfig) -> specs.BatchSpec:
     return specs.BatchSpec(
         batch_size=config.batch_size,
         shared_prompts=counts_all_ranks(config),
@@ -112,13 +114,13 @@ def _batch(config: GrpoConfig) -> specs.BatchSpec:
     )
 
 
-def _parallel(config: GrpoConfig) -> specs.ParallelSpec:
+def _parallel(config: TrainConfig) -> specs.ParallelSpec:
     return specs.ParallelSpec(
         fsdp=config.fsdp, hsdp=config.hsdp, tensor_parallel_size=config.tensor_parallel_size
     )
 
 
-def _model(config: GrpoConfig, family: specs.Family) -> specs.ModelSpec:
+def _model(config: TrainConfig, family: specs.Family) -> specs.ModelSpec:
     lora = None
     if config.lora_rank > 0:
         lora = specs.LoraSpec(
@@ -149,7 +151,7 @@ def _model(config: GrpoConfig, family: specs.Family) -> specs.ModelSpec:
     )
 
 
-def _data(config: GrpoConfig) -> specs.DataSpec:
+def _data(config: TrainConfig) -> specs.DataSpec:
     seed = config.shuffle_raw_indices_seed
     return specs.DataSpec(
         dataset_json=trainer_path(config.dataset_json),
@@ -166,14 +168,14 @@ def _data(config: GrpoConfig) -> specs.DataSpec:
     )
 
 
-def _algorithm(config: GrpoConfig) -> specs.AlgorithmName | specs.Target:
+def _algorithm(config: TrainConfig) -> specs.AlgorithmName | specs.Target:
     if isinstance(config.trainer, str):
         # `contradictions` knows two names.
         return "refl" if is_refl(config) else "dancegrpo"
     return as_target(config.trainer)
 
 
-def _refl(config: GrpoConfig) -> specs.ReflSpec | None:
+def _refl(config: TrainConfig) -> specs.ReflSpec | None:
     if not is_refl(config):
         return None
     assert config.roles is not None, "contradictions() requires them"
@@ -195,14 +197,14 @@ def _refl(config: GrpoConfig) -> specs.ReflSpec | None:
     )
 
 
-def _tiling(config: GrpoConfig) -> specs.VaeTiling | None:
+def _tiling(config: TrainConfig) -> specs.VaeTiling | None:
     height, width = config.refl_vae_tile_height, config.refl_vae_tile_width
     if height is None or width is None:
         return None
     return specs.VaeTiling(height, width, config.refl_vae_tile_overlap, config.refl_vae_tile_parallel)
 
 
-def _sampler(config: GrpoConfig) -> specs.SamplerSpec:
+def _sampler(config: TrainConfig) -> specs.SamplerSpec:
     if is_refl(config):
         return specs.SamplerSpec(
             kind="flowcps",
@@ -230,7 +232,7 @@ def _sampler(config: GrpoConfig) -> specs.SamplerSpec:
     )
 
 
-def _grpo(config: GrpoConfig) -> specs.GrpoSpec:
+def _grpo(config: TrainConfig) -> specs.GrpoSpec:
     """In a ReFL run the keys of GRPO have their defaults, and what both have comes from ReFL's."""
     refl = is_refl(config)
     clip, stale = config.grpo_clip_range, config.grpo_delayed_replay_clip_range
@@ -258,7 +260,7 @@ def _grpo(config: GrpoConfig) -> specs.GrpoSpec:
     )
 
 
-def _optimizer(config: GrpoConfig) -> specs.OptimizerSpec:
+def _optimizer(config: TrainConfig) -> specs.OptimizerSpec:
     return specs.OptimizerSpec(
         learning_rate=config.learning_rate,
         betas=config.adam_betas,
@@ -273,14 +275,14 @@ def _optimizer(config: GrpoConfig) -> specs.OptimizerSpec:
     )
 
 
-def _pending_bound(config: GrpoConfig, stated: int | None) -> int:
+def _pending_bound(config: TrainConfig, stated: int | None) -> int:
     """Rollouts that may wait for a verdict: as stated, else all that one rank can have at any topology."""
     if stated is not None:
         return stated
     return config.batch_size * config.grpo_group_size * (replay_depth(config) + 1)
 
 
-def _decode_batch_size(config: GrpoConfig) -> int:
+def _decode_batch_size(config: TrainConfig) -> int:
     """The smaller of two: memory must suffice for the rewards that are in use."""
     sizes = [config.vlm_reward_decode_batch_size] if uses(config, JUDGE) else []
     if uses(config, RULE) or not sizes:
@@ -288,7 +290,7 @@ def _decode_batch_size(config: GrpoConfig) -> int:
     return min(sizes)
 
 
-def _reward(config: GrpoConfig) -> specs.RewardSpec:
+def _reward(config: TrainConfig) -> specs.RewardSpec:
     if is_refl(config):
         return specs.RewardSpec(())
     choices, weights = trained(config), config.reward_weights
@@ -303,7 +305,7 @@ def _reward(config: GrpoConfig) -> specs.RewardSpec:
     )
 
 
-def _part(config: GrpoConfig, choice: JsonValue, weights: tuple[tuple[str, float], ...]) -> specs.RewardPart:
+def _part(config: TrainConfig, choice: JsonValue, weights: tuple[tuple[str, float], ...]) -> specs.RewardPart:
     """One reward; weights: of its own components."""
     if isinstance(choice, Mapping):
         spec = specs.OwnRewardSpec(as_target(choice), config.reward_workers, config.reward_timeout_s)
@@ -312,7 +314,7 @@ def _part(config: GrpoConfig, choice: JsonValue, weights: tuple[tuple[str, float
     return specs.RewardPart(label(choice), spec)
 
 
-def _rule_reward(config: GrpoConfig, weights: tuple[tuple[str, float], ...]) -> specs.RuleRewardSpec:
+def _rule_reward(config: TrainConfig, weights: tuple[tuple[str, float], ...]) -> specs.RuleRewardSpec:
     directory, digest = config.vbvr_reward_evalkit_dir, config.vbvr_reward_evalkit_source_sha256
     assert directory is not None and digest is not None, "contradictions() requires both"
     return specs.RuleRewardSpec(
@@ -338,7 +340,7 @@ def _rule_reward(config: GrpoConfig, weights: tuple[tuple[str, float], ...]) -> 
     )
 
 
-def _judge_reward(config: GrpoConfig, weights: tuple[tuple[str, float], ...]) -> specs.VlmRewardSpec:
+def _judge_reward(config: TrainConfig, weights: tuple[tuple[str, float], ...]) -> specs.VlmRewardSpec:
     assert config.vlm_reward_model is not None, "contradictions() requires it"
     return specs.VlmRewardSpec(
         base_url=config.vlm_reward_base_url,
@@ -368,7 +370,7 @@ def _judge_reward(config: GrpoConfig, weights: tuple[tuple[str, float], ...]) ->
     )
 
 
-def _output(config: GrpoConfig) -> specs.OutputSpec:
+def _output(config: TrainConfig) -> specs.OutputSpec:
     return specs.OutputSpec(
         output_dir=trainer_path(config.output_dir),
         auto_resume=config.auto_resume,
@@ -381,7 +383,7 @@ def _output(config: GrpoConfig) -> specs.OutputSpec:
     )
 
 
-def _evaluation(config: GrpoConfig) -> specs.EvalSpec | None:
+def _evaluation(config: TrainConfig) -> specs.EvalSpec | None:
     if config.eval_steps == 0:
         return None
     assert config.eval_dataset_json is not None, "contradictions() requires it"

@@ -11,7 +11,7 @@ from wan_trainer.config.suggest import suggest
 from wan_trainer.config.target import KEY, malformed, well_formed
 
 if TYPE_CHECKING:
-    from wan_trainer.config.schema import GrpoConfig
+    from wan_trainer.config.schema import TrainConfig
 
 RULE, JUDGE = "vbvr_rule", "vbvr_vlm"
 BUILT_IN = (RULE, JUDGE)
@@ -48,16 +48,16 @@ def label(choice: JsonValue) -> str:
     return str(choice)
 
 
-def trained(config: GrpoConfig) -> list[JsonValue]:
+def trained(config: TrainConfig) -> list[JsonValue]:
     """The rewards that are trained on."""
     return listed(config.grpo_reward_fn)
 
 
-def monitored(config: GrpoConfig) -> list[JsonValue]:
+def monitored(config: TrainConfig) -> list[JsonValue]:
     """The rewards that are only logged."""
     return listed(config.reward_monitor)
 
 
-def uses(config: GrpoConfig, name: str) -> bool:
+def uses(config: TrainConfig, name: str) -> bool:
     """Whether a built-in reward is trained on or monitored."""
     return name in trained(config) or name in monitored(config)

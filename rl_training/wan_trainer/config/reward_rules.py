@@ -11,13 +11,13 @@ from wan_trainer.config.reward_choice import BUILT_IN, JUDGE, RULE, label, monit
 from wan_trainer.config.rules import Problem, changed_keys, refuse
 
 if TYPE_CHECKING:
-    from wan_trainer.config.schema import GrpoConfig
+    from wan_trainer.config.schema import TrainConfig
 
 CUSTOM_SCORE_MAX = 100
 """Full mark of the rubric that comes with vlm_reward_prompt_mode: custom."""
 
 
-def reward_rules(config: GrpoConfig) -> Iterator[Problem]:
+def reward_rules(config: TrainConfig) -> Iterator[Problem]:
     """The keys of the rewards in use, and of those that are not."""
     yield from _names(config)
     yield from _weights(config)
@@ -36,7 +36,7 @@ def reward_rules(config: GrpoConfig) -> Iterator[Problem]:
         )
 
 
-def _names(config: GrpoConfig) -> Iterator[Problem]:
+def _names(config: TrainConfig) -> Iterator[Problem]:
     if not trained(config):
         yield refuse("grpo_reward_fn", f"[] names no reward; use {RULE}, {JUDGE} or your own")
     names = [label(choice) for choice in (*trained(config), *monitored(config))]
@@ -49,7 +49,7 @@ def _names(config: GrpoConfig) -> Iterator[Problem]:
         )
 
 
-def _weights(config: GrpoConfig) -> Iterator[Problem]:
+def _weights(config: TrainConfig) -> Iterator[Problem]:
     weights, names = config.reward_weights, [label(choice) for choice in trained(config)]
     if len(names) > 1:
         even = ", ".join(f"{name}: {1 / len(names):.2g}" for name in names)
@@ -74,7 +74,7 @@ def _weights(config: GrpoConfig) -> Iterator[Problem]:
         )
 
 
-def _unused(config: GrpoConfig) -> Iterator[Problem]:
+def _unused(config: TrainConfig) -> Iterator[Problem]:
     """Keys of rewards that are not in use would be ignored: say so."""
     # These two also serve a reward of one's own.
     shared = {"vbvr_reward_decode_batch_size", "vbvr_reward_fail_on_error"}
@@ -100,7 +100,7 @@ def _unused(config: GrpoConfig) -> Iterator[Problem]:
             )
 
 
-def _rule_reward(config: GrpoConfig) -> Iterator[Problem]:
+def _rule_reward(config: TrainConfig) -> Iterator[Problem]:
     if not config.vbvr_reward_evalkit_dir:
         yield refuse("vbvr_reward_evalkit_dir", "is missing; vbvr_rule scores with that checkout")
     if config.vbvr_reward_evalkit_source_sha256 is None:
@@ -118,7 +118,7 @@ def _rule_reward(config: GrpoConfig) -> Iterator[Problem]:
         )
 
 
-def _judge_reward(config: GrpoConfig) -> Iterator[Problem]:
+def _judge_reward(config: TrainConfig) -> Iterator[Problem]:
     if not config.vlm_reward_model:
         yield refuse("vlm_reward_model", "is missing; vbvr_vlm asks that model for its verdicts")
     if config.vlm_reward_prompt_mode == "task_specific" and not config.vlm_reward_prompt_dir:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from wan_trainer.config.schema import GrpoConfig
+    from wan_trainer.config.schema import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Problem:
     text: str
 
 
-Rule = Callable[["GrpoConfig"], Iterator[Problem]]
+Rule = Callable[["TrainConfig"], Iterator[Problem]]
 
 
 def refuse(key: str, text: str, *others: str) -> Problem:
@@ -26,7 +26,7 @@ def refuse(key: str, text: str, *others: str) -> Problem:
     return Problem((key, *others), f"{key}: {text}")
 
 
-def changed_keys(config: GrpoConfig, *beginnings: str) -> list[str]:
+def changed_keys(config: TrainConfig, *beginnings: str) -> list[str]:
     """Keys that begin so and whose value is not the default."""
     return [
         name

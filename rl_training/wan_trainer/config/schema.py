@@ -44,7 +44,7 @@ SECTIONS: tuple[type[Section], ...] = (
 )
 
 
-class GrpoConfig(
+class TrainConfig(
     ReflSection,
     VlmRewardSection,
     RuleRewardSection,

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from wan_trainer.config.resolution import resolve, topology_of
-from wan_trainer.config.schema import GrpoConfig
+from wan_trainer.config.schema import TrainConfig
 from wan_trainer.config.specs import RunSpec
 from wan_trainer.models.wan.architecture import ModelShape, check_adapters, check_heads, model_shape
 from wan_trainer.models.wan.directory import check_directory, read_directory
@@ -62,7 +62,7 @@ class Plan:
         }
 
 
-def make_plan(config: GrpoConfig, nodes: int, nproc: int, phases: PhaseTimes | None = None) -> Plan:
+def make_plan(config: TrainConfig, nodes: int, nproc: int, phases: PhaseTimes | None = None) -> Plan:
     """The plan of `config` on `nodes` x `nproc` processes. phases: of one step, given or measured.
 
     `device: auto` is planned as CUDA. Raises UserError with all that the run would refuse because of its
@@ -110,7 +110,7 @@ def make_plan(config: GrpoConfig, nodes: int, nproc: int, phases: PhaseTimes | N
 
 
 def _notes(
-    config: GrpoConfig, spec: RunSpec, topology: Topology, model: ModelShape, *, whole: bool
+    config: TrainConfig, spec: RunSpec, topology: Topology, model: ModelShape, *, whole: bool
 ) -> tuple[str, ...]:
     """whole: the model directory is complete."""
     notes: list[str] = []

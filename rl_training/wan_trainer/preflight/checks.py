@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from wan_trainer.config.checks import few_steps_warning
 from wan_trainer.config.family import known_family
 from wan_trainer.config.resolution import resolve, topology_of
-from wan_trainer.config.schema import GrpoConfig
+from wan_trainer.config.schema import TrainConfig
 from wan_trainer.config.specs import Family, RuleRewardSpec, RunSpec
 from wan_trainer.models.wan.architecture import check_adapters, check_heads, model_shape
 from wan_trainer.models.wan.directory import check_directory
@@ -31,7 +31,7 @@ DEFAULT_HEAD_DIM = 128
 _ANY_FAMILY: Family = "t2v-1.3b"
 
 
-def resolve_here(config: GrpoConfig, family: Family | None = None) -> RunSpec:
+def resolve_here(config: TrainConfig, family: Family | None = None) -> RunSpec:
     """The specification of the run on this machine: `device: auto` is what torch finds here.
 
     A stated `device: cuda` resolves without a GPU too, so that the other checks are still made;
@@ -41,7 +41,7 @@ def resolve_here(config: GrpoConfig, family: Family | None = None) -> RunSpec:
 
 
 def run_checks(
-    config: GrpoConfig, nodes: int, nproc: int, rank: int, env: Mapping[str, str]
+    config: TrainConfig, nodes: int, nproc: int, rank: int, env: Mapping[str, str]
 ) -> list[Finding]:
     """Every finding on this node: config, model, data, reward, machine and network, in this order."""
     problems: list[Finding] = []
@@ -128,5 +128,5 @@ def count_scorers(reward: RuleRewardSpec, topology: Topology) -> Finding:
     return Finding(line, "note")
 
 
-def _cuda(config: GrpoConfig) -> bool:
+def _cuda(config: TrainConfig) -> bool:
     return config.device == "cuda" or (config.device == "auto" and cuda_devices().count > 0)

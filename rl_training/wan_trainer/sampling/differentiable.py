@@ -85,14 +85,14 @@ def draw(
     model: Branches,
     condition: Condition,
     noise: torch.Tensor,
-    levels: Sequence[float],
+    grid: Sequence[float],
     plan: GradPlan,
     guidance: Guidance,
 ) -> Sampled:
-    """Denoise `noise` (N, C, F, h, w) along the sigmas `levels`, T + 1 of them down to 0, without a graph."""
+    """Denoise `noise` (N, C, F, h, w) along the sigmas `grid`, T + 1 of them down to 0, without a graph."""
     x = pinned(noise, condition)
     latents: dict[int, torch.Tensor] = {}
-    for index, (sigma, sigma_next) in enumerate(pairwise(levels)):
+    for index, (sigma, sigma_next) in enumerate(pairwise(grid)):
         if index in plan.steps:
             latents[index] = x
         jumps = plan.jump and index in plan.steps

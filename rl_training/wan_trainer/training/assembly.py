@@ -218,7 +218,7 @@ def build_refl(
             observer=observer,
             refl=refl,
             sampler=spec.sampler,
-            levels=sigma_grid(spec, policy).tolist(),
+            grid=sigma_grid(spec, policy).tolist(),
             latent_shape=policy.latent_shape(data.num_frames, data.height, data.width),
             accumulation=spec.optimizer.gradient_accumulation_steps,
             device=mesh.device,
@@ -248,7 +248,7 @@ def build_evaluation(
         sampler=spec.sampler,
         # As training draws: rollouts evaluate both branches of guidance in one call.
         guidance=Guidance(spec.sampler.cfg_scale, "both" if spec.refl is None else spec.refl.cfg_grad),
-        levels=sigma_grid(spec, policy).tolist(),
+        grid=sigma_grid(spec, policy).tolist(),
         latent_shape=policy.latent_shape(data.num_frames, data.height, data.width),
         # A reward's queue has room for the rollouts of one batch beside those that wait for replay.
         chunk_size=min(spec.grpo.sample_batch_size, topology.rollouts_per_rank),

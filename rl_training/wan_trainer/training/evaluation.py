@@ -166,7 +166,7 @@ class DirectScores:
 class Evaluation:
     """Draws and scores the held prompts with the weights of the moment.
 
-    score: None on a rank whose videos a tensor-parallel peer scores. levels: T + 1 sigmas down to 0.
+    score: None on a rank whose videos a tensor-parallel peer scores. grid: T + 1 sigmas down to 0.
     latent_shape: (C, F, h, w). chunk_size: videos per batched call. keep: sees (batches before, index of the
     prompt, uint8 (frames, H, W, 3)) of the first few.
     """
@@ -177,7 +177,7 @@ class Evaluation:
     held: Held
     sampler: SamplerSpec
     guidance: Guidance
-    levels: Sequence[float]
+    grid: Sequence[float]
     latent_shape: Sequence[int]
     chunk_size: int
     communicator: Communicator
@@ -235,7 +235,7 @@ class Evaluation:
         assert condition is not None
         ids = [held_id(prompt) for prompt in prompts]
         noise = initial_noise(self.sampler.seed, ids, self.latent_shape, shared=False).to(self.device)
-        return draw(self.policy, condition, noise, self.levels, GradPlan(()), self.guidance).x0
+        return draw(self.policy, condition, noise, self.grid, GradPlan(()), self.guidance).x0
 
     @property
     def _leads(self) -> bool:
