@@ -1,7 +1,6 @@
 import io
 import json
 import os
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from wandb.proto import wandb_internal_pb2
 
 from wan_trainer.recording.tracking import WandbTracker, stored_run_id, tracked_values, wandb_mode
 from wan_trainer.types import EvaluationRecord, StepRecord
@@ -57,29 +55,12 @@ for step in range(first, last + 1):
     tracker.step(record(step))
 tracker.close(75)
 print(tracker.run_id)
-"""
 
-
-def run_offline(directory: Path, first: int, last: int, record: StepRecord) -> str:
-    helper = directory.parent / "tests_record.py"
-    helper.write_text(
-        "from dataclasses import replace\nfrom wan_trainer.types import StepRecord\n"
-        f"BASE = {record!r}\ndef record(step): return replace(BASE, step=step, batch=step - 1)\n"
-    )
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(helper.parent), *sys.path])}
-    words = [sys.executable, "-c", _OFFLINE, str(directory), str(first), str(last)]
-    done = subprocess.run(words, env=environment, check=True, capture_output=True, text=True, timeout=240)
-    assert done.stderr == ""
-    assert len(done.stdout.split()) == 1, "wandb must not chatter"
-    return done.stdout.strip()
-
-
-def logged_steps(file: Path) -> list[int]:
-    """Steps in a file that wandb wrote. Records lie in blocks of 32 KiB after a header of 7 bytes: crc (4),
-    length (2), type (1)."""
-    data, at, parts = file.read_bytes(), 7, b""
-    steps: list[int] = []
+# Records of a .wandb file lie in blocks of 32 KiB after a header of 7 bytes: crc (4), length (2), type (1).
+import json, os, struct
+from wandb.proto import wandb_internal_pb2
+def logged(file):
+    data, at, parts, steps = file.read_bytes(), 7, b"", []
     while at + 7 <= len(data):
         left = 32768 - at % 32768
         if left < 7:
@@ -97,19 +78,40 @@ def logged_steps(file: Path) -> list[int]:
             if record.WhichOneof("record_type") == "history":
                 steps.append(record.history.step.num)
     return steps
+files = sorted(Path(sys.argv[1], "wandb").glob("offline-run-*/*.wandb"), key=os.path.getmtime)
+print(json.dumps([logged(file) for file in files]))
+"""
+
+
+def run_offline(directory: Path, first: int, last: int, record: StepRecord) -> tuple[str, list[list[int]]]:
+    """The run's id, and the steps in each file that wandb wrote by then, oldest file first."""
+    helper = directory.parent / "tests_record.py"
+    helper.write_text(
+        "from dataclasses import replace\nfrom wan_trainer.types import StepRecord\n"
+        f"BASE = {record!r}\ndef record(step): return replace(BASE, step=step, batch=step - 1)\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(helper.parent), *sys.path])}
+    words = [sys.executable, "-c", _OFFLINE, str(directory), str(first), str(last)]
+    done = subprocess.run(words, env=environment, check=True, capture_output=True, text=True, timeout=240)
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2, "wandb must not chatter"
+    return lines[0], json.loads(lines[1])
 
 
 def test_an_offline_run_is_written_and_a_resume_continues_it(tmp_path: Path, step_record: MakeRecord) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
-    first = run_offline(directory, 1, 3, step_record())
+    first, logged = run_offline(directory, 1, 3, step_record())
+    assert logged == [[1, 2, 3]]
     # Resumed from a checkpoint of step 1: steps 2 and 3 come again and are not logged twice.
-    second = run_offline(directory, 2, 5, step_record())
+    second, logged = run_offline(directory, 2, 5, step_record())
     assert second == first
+    assert logged == [[1, 2, 3], [4, 5]]
     assert json.loads((directory / "wandb.json").read_text()) == {"id": first, "project": "p", "last_step": 5}
-    files = sorted((directory / "wandb").glob("offline-run-*/*.wandb"), key=os.path.getmtime)
-    assert [logged_steps(file) for file in files] == [[1, 2, 3], [4, 5]]
-    assert all(file.parent.name.endswith(f"-{first}") for file in files), "one run for `wandb sync`"
+    left = [path.name for path in (directory / "wandb").glob("offline-run-*")]
+    assert len(left) == 2 and all(name.endswith(f"-{first}") for name in left), "one run for `wandb sync`"
 
 
 class Listening:
