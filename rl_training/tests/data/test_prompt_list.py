@@ -83,6 +83,7 @@ def test_json_lines_carry_media_and_ids(tmp_path: Path, monkeypatch: pytest.Monk
         (['["a"]'], [":1: ", "not a JSON object"]),
         (['{"prompt": "a"'], [":1: ", "not JSON", "column"]),
         (["[" * 100_000], [":1: ", "not readable JSON"]),
+        (['{"prompt": "a", "prompt": "b"}'], [":1: ", "not readable JSON ('prompt' stands twice)"]),
         ([{"prompt": "a", "id": "../up"}], [":1: id: '../up'"]),
         ([{"prompt": "a", "image": ""}], [":1: image: empty"]),
         (['{"prompt": "\\ud800"}'], [":1: prompt: '\\ud800', half of a surrogate pair"]),
