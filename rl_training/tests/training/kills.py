@@ -155,11 +155,8 @@ def train_rank(recipe: str, output_dir: str, batches: int, kill: Kill | None, sc
     return run(recipe, [*where, *overrides], MeanColour())
 
 
-def _start(recipe: Path, output_dir: Path, batches: int, kill: Kill | None, scratch: Path) -> Ranks:
-    scratch.mkdir(parents=True, exist_ok=True)
-    for stale in (*scratch.glob("pid-*"), scratch / "killed.json"):
-        stale.unlink(missing_ok=True)
-    return start_ranks(RANKS, train_rank, str(recipe), str(output_dir), batches, kill, str(scratch))
+def _train_each(runs: Sequence[tuple[Path, Path]], batches: int, scratch: str) -> list[Any]:
+    return [train_rank(str(recipe), str(out), batches, None, scratch) for recipe, out in runs]
 
 
 def _join(ranks: Ranks, timeout_s: float) -> bool:
@@ -174,14 +171,20 @@ def _join(ranks: Ranks, timeout_s: float) -> bool:
     return not late
 
 
-def complete_run(recipe: Path, output_dir: Path, scratch: Path, batches: int = BATCHES) -> None:
+def complete_run(recipe: Path, output_dir: Path, scratch: Path) -> None:
     """Start or continue a run and let it end. Raises AssertionError when it does not."""
-    ranks = _start(recipe, output_dir, batches, None, scratch)
+    complete_runs([(recipe, output_dir)], scratch)
+
+
+def complete_runs(runs: Sequence[tuple[Path, Path]], scratch: Path, batches: int = BATCHES) -> None:
+    """`complete_run` of several recipes and output directories, one after the other in the same processes."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    ranks = start_ranks(RANKS, _train_each, runs, batches, str(scratch))
     results: list[Any] = []
     for end in ranks.ends:
         results.append(end.recv() if end.poll(RUN_S) else (False, "no answer in time"))
     assert _join(ranks, TEARDOWN_S), "a rank did not end"
-    assert results == [(True, EXIT_DONE)] * RANKS, results
+    assert results == [(True, [EXIT_DONE] * len(runs))] * RANKS, results
 
 
 @dataclass(frozen=True)
@@ -228,7 +231,10 @@ def kill_run(
     What the victim was doing when it died, and `from`, the checkpoint that is to be continued from; None
     when the run ended before its moment came. Raises AssertionError when something stays behind.
     """
-    ranks = _start(recipe, output_dir, batches, kill, scratch)
+    scratch.mkdir(parents=True, exist_ok=True)
+    for stale in (*scratch.glob("pid-*"), scratch / "killed.json"):
+        stale.unlink(missing_ok=True)
+    ranks = start_ranks(RANKS, train_rank, str(recipe), str(output_dir), batches, kill, str(scratch))
     ranks.processes[kill.victim].join(RUN_S)
     assert ranks.processes[kill.victim].exitcode is not None, "the run does not end"
     assert _join(ranks, TEARDOWN_S), f"a rank outlived {kill}"

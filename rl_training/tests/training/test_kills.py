@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,35 +17,54 @@ pytestmark = pytest.mark.slow
 
 # Two saves, with a delayed rollout between them.
 BATCHES = 4
+# All ranks, while the first rollout waits and the second is drawn: nothing is saved yet.
+WAITING = Kill("sample", 4, 0.0, victim=1, whole=True)
+# One rank of the continued run, into the second write, when the first checkpoint is there.
+WRITING = Kill(kills.WRITE, 2, 0.005, victim=0, whole=False)
+# One rank in a backward pass of the fourth batch; the other ends with it.
+REPLAYING = Kill("replay", 4, 0.0, victim=1, whole=False)
 
 
-def test_a_killed_refl_run_ends_bit_equal_to_one_that_was_not(tmp_path: Path, tiny_t2v: Path) -> None:
-    recipe = write_recipe(tmp_path / "recipe.yaml", recipe_of(tmp_path, tiny_t2v))
-    whole, run_dir, scratch = (tmp_path / name for name in ("whole", "run", "scratch"))
-    kills.complete_run(recipe, whole, scratch, BATCHES)
-    # In a backward pass of the fourth batch, on one rank; the other ends with it.
-    kill = Kill("replay", 4, 0.0, victim=1, whole=False)
-    said = kills.kill_run(recipe, run_dir, kill, scratch, BATCHES)
-    assert said is not None and said["phase"] == "replay"
-    assert said["from"] == "checkpoint-2"
-    kills.complete_run(recipe, run_dir, scratch, BATCHES)
-    assert kills.differences(whole, run_dir, BATCHES) == [], said
+@pytest.fixture(scope="module")
+def killed(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_ti2v: Path,
+    tiny_t2v: Path,
+    tiny_dataset: Path,
+    tiny_evalkit: TinyEvalkit,
+) -> tuple[Path, dict[str, dict[str, Any] | None]]:
+    """Where a whole and a killed run of each algorithm are, and what each victim was doing."""
+    out = tmp_path_factory.mktemp("kills")
+    scratch = out / "scratch"
+    grpo = write_recipe(out / "grpo.yaml", tiny_recipe(out / "run", tiny_ti2v, tiny_dataset, *tiny_evalkit))
+    refl = write_recipe(out / "refl.yaml", recipe_of(out, tiny_t2v))
+    kills.complete_runs([(grpo, out / "grpo-whole"), (refl, out / "refl-whole")], scratch, BATCHES)
+    said = {
+        name: kills.kill_run(recipe, run_dir, kill, scratch, BATCHES)
+        for name, recipe, run_dir, kill in (
+            ("waiting", grpo, out / "grpo-killed", WAITING),
+            ("writing", grpo, out / "grpo-killed", WRITING),
+            ("replaying", refl, out / "refl-killed", REPLAYING),
+        )
+    }
+    kills.complete_runs([(grpo, out / "grpo-killed"), (refl, out / "refl-killed")], scratch, BATCHES)
+    return out, said
+
+
+def test_a_killed_refl_run_ends_bit_equal_to_one_that_was_not(
+    killed: tuple[Path, dict[str, dict[str, Any] | None]],
+) -> None:
+    out, said = killed
+    death = said["replaying"]
+    assert death is not None and death["phase"] == "replay" and death["from"] == "checkpoint-2"
+    assert kills.differences(out / "refl-whole", out / "refl-killed", BATCHES) == [], said
 
 
 def test_a_killed_run_ends_bit_equal_to_one_that_was_not(
-    tmp_path: Path, tiny_ti2v: Path, tiny_dataset: Path, tiny_evalkit: TinyEvalkit
+    killed: tuple[Path, dict[str, dict[str, Any] | None]],
 ) -> None:
-    values = tiny_recipe(tmp_path / "run", tiny_ti2v, tiny_dataset, *tiny_evalkit)
-    recipe = write_recipe(tmp_path / "recipe.yaml", values)
-    whole, run_dir, scratch = (tmp_path / name for name in ("whole", "run", "scratch"))
-    kills.complete_run(recipe, whole, scratch, BATCHES)
-    # All ranks, while the first rollout waits and the second is drawn: nothing is saved yet.
-    waiting = Kill("sample", 4, 0.0, victim=1, whole=True)
-    first = kills.kill_run(recipe, run_dir, waiting, scratch, BATCHES)
+    out, said = killed
+    first, second = said["waiting"], said["writing"]
     assert first is not None and first["pending"] and first["from"] is None
-    # One rank, into the second write, when the first checkpoint is there.
-    writing = Kill(kills.WRITE, 2, 0.005, victim=0, whole=False)
-    second = kills.kill_run(recipe, run_dir, writing, scratch, BATCHES)
     assert second is not None and second["saving"] and second["from"] == "checkpoint-2"
-    kills.complete_run(recipe, run_dir, scratch, BATCHES)
-    assert kills.differences(whole, run_dir, BATCHES) == [], (first, second)
+    assert kills.differences(out / "grpo-whole", out / "grpo-killed", BATCHES) == [], said

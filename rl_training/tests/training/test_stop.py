@@ -90,7 +90,7 @@ def ran(
             process.join()
             answers.append("a process that had to be killed")
     assert len(answers) == 2 and all(answer is not None and answer[0] for answer in answers), answers
-    return out, [seen for _, seen in answers]
+    return out, [answer[1] for answer in answers if answer is not None]
 
 
 def test_a_failure_on_one_rank_ends_all_and_the_record_says_where_it_was(
