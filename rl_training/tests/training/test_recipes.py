@@ -27,14 +27,15 @@ from wan_trainer.types import EXIT_DONE
 pytestmark = pytest.mark.slow
 
 RANKS, STEPS = 2, 3
-# Compiling takes a rank longer than training: one recipe shows it.
+# Compiling takes a rank longer than training: one start of one recipe shows it.
 UNCOMPILED = ["--torch_compile", "false"]
 
 
-def _train(recipe: str, overrides: list[str], ranks_per_node: int) -> Any:
+def _train(starts: list[tuple[str, list[str]]], ranks_per_node: int) -> list[Any]:
+    """What each start of a recipe came to, one after the other on this rank."""
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
     os.environ["WANDB_MODE"] = "disabled"
-    return run(recipe, overrides)
+    return [run(recipe, overrides) for recipe, overrides in starts]
 
 
 def _recipe(name: str) -> str:
@@ -114,13 +115,13 @@ def _outcome(run_dir: Path, steps: int = STEPS) -> tuple[list[dict[str, Any]], d
     return metrics, record
 
 
-def _train_5b(
-    recipe: str, prompts: int, flags: list[str], run_dir: Path
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """A 5B recipe on two nodes that share prompts: its metrics and record."""
-    sizes = _flags(batch_size=prompts, expected_global_prompts=prompts, grpo_shared_prompt_microbatch_size=1)
-    assert run_ranks(RANKS, _train, _recipe(recipe), [*flags, *sizes], 1) == [EXIT_DONE] * RANKS
+def _sizes(prompts: int) -> list[str]:
+    """Each wave is one prompt, whose group the ranks share."""
+    return _flags(batch_size=prompts, expected_global_prompts=prompts, grpo_shared_prompt_microbatch_size=1)
 
+
+def _outcome_5b(run_dir: Path, prompts: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Metrics and record of a 5B recipe on two nodes that share prompts."""
     metrics, record = _outcome(run_dir)
     topology = record["topology"]
     assert (topology["dp_replicate"], topology["dp_shard"], topology["tp"]) == (2, 1, 1)
@@ -129,26 +130,34 @@ def _train_5b(
     return metrics, record
 
 
-@pytest.mark.parametrize(
-    ("recipe", "changes"),
-    [("train_rl_5b_cps", UNCOMPILED), ("train_rl_5b_sde", [])],
-    ids=["cps", "sde, compiled"],
-)
 def test_the_5b_rule_recipes_train_on_two_nodes_that_share_prompts(
-    recipe: str, changes: list[str], small: list[str], rule: list[str], tmp_path: Path, tiny_ti2v: Path
+    small: list[str], rule: list[str], tmp_path: Path, tiny_ti2v: Path
 ) -> None:
-    flags = [*small, *rule, *changes, *_flags(model_path=tiny_ti2v)]
-    metrics, record = _train_5b(recipe, 2, flags, tmp_path / "run")
-    assert [row["policy_age"] for row in metrics] == [0, 1, 1]
-    assert record["sampler"]["kind"] == ("dancegrpo" if recipe.endswith("sde") else "flowcps")
+    flags = [*small, *rule, *UNCOMPILED, *_flags(model_path=tiny_ti2v), *_sizes(2)]
+    recipes = {"train_rl_5b_cps": "flowcps", "train_rl_5b_sde": "dancegrpo"}
+    starts = [(_recipe(name), [*flags, *_flags(output_dir=tmp_path / name)]) for name in recipes]
+    assert run_ranks(RANKS, _train, starts, 1) == [[EXIT_DONE] * 2] * RANKS
+    for name, kind in recipes.items():
+        metrics, record = _outcome_5b(tmp_path / name, 2)
+        assert [row["policy_age"] for row in metrics] == [0, 1, 1]
+        assert record["sampler"]["kind"] == kind
+
+
+def test_the_5b_sde_recipe_trains_compiled(
+    small: list[str], rule: list[str], tmp_path: Path, tiny_ti2v: Path
+) -> None:
+    flags = [*small, *rule, *_flags(model_path=tiny_ti2v, max_steps=1), *_sizes(1)]
+    assert run_ranks(1, _train, [(_recipe("train_rl_5b_sde"), flags)], 1) == [[EXIT_DONE]]
+    _outcome(tmp_path / "run", steps=1)
 
 
 def test_the_5b_judge_recipe_trains_on_the_verdicts_of_a_service(
     small: list[str], judge: tuple[JudgeServer, list[str]], tmp_path: Path, tiny_ti2v: Path
 ) -> None:
     server, place = judge
-    flags = [*small, *place, *UNCOMPILED, *_flags(model_path=tiny_ti2v)]
-    metrics, record = _train_5b("train_rl_5b_vlm", 4, flags, tmp_path / "run")
+    flags = [*small, *place, *UNCOMPILED, *_flags(model_path=tiny_ti2v), *_sizes(4)]
+    assert run_ranks(RANKS, _train, [(_recipe("train_rl_5b_vlm"), flags)], 1) == [[EXIT_DONE]] * RANKS
+    metrics, record = _outcome_5b(tmp_path / "run", 4)
     # Delayed, and drained at the end of each epoch, which four prompts a batch reach behind the second.
     assert [row["policy_age"] for row in metrics] == [0, 1, 0]
     assert any(row["zero_std_groups"] == 0 for row in metrics), "verdicts differ, so that there is a gradient"
@@ -186,7 +195,7 @@ def test_the_a14b_recipe_trains_both_experts_on_tensor_parallel_replicas(
         max_steps=1,
     )
     flags = [*small, *rule, *UNCOMPILED, *overrides]
-    assert run_ranks(4, _train, _recipe("train_rl_a14b_rule"), flags, 4) == [EXIT_DONE] * 4
+    assert run_ranks(4, _train, [(_recipe("train_rl_a14b_rule"), flags)], 4) == [[EXIT_DONE]] * 4
 
     metrics, record = _outcome(tmp_path / "run", steps=1)
     state = read_train_state(tmp_path / "run" / "checkpoint-1")
