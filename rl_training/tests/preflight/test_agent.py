@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from wan_trainer.preflight.agent import status_of
+from rl_training.tests.ranks import run_ranks
+from wan_trainer.preflight.agent import launch, status_of
 from wan_trainer.preflight.network import free_port
 
 RANK = """
 import os, signal, sys, time
 how = sys.argv[1 + int(os.environ["RANK"])]
 assert sys.argv[3:] == ["two words", "", "--config"], sys.argv
+assert os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"] == "2", os.environ
 if how == "sleep":
     time.sleep(30)
 if how == "kill":
@@ -24,36 +25,32 @@ sys.exit(int(how))
 """
 
 
-def torchrun(folder: Path, first: str, second: str) -> subprocess.CompletedProcess[str]:
-    (folder / "rank.py").write_text(RANK)
+def launches(folder: str, *ends: tuple[str, str]) -> list[tuple[int, str]]:
+    """torchrun in this process, once for each pair of ends of its ranks: status and standard error."""
+    script = Path(folder) / "rank.py"
+    script.write_text(RANK)
     options = ["--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "2", "--max-restarts", "0"]
-    options += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--rdzv-conf", "timeout=20"]
-    command = [sys.executable, "-m", "wan_trainer.preflight.agent", *options, str(folder / "rank.py")]
-    return subprocess.run(
-        [*command, first, second, "two words", "", "--config"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
+    options += ["--master-addr", "127.0.0.1", "--rdzv-conf", "timeout=20"]
+    seen: list[tuple[int, str]] = []
+    for first, second in ends:
+        words = ["--master-port", str(free_port()), str(script), first, second, "two words", "", "--config"]
+        errors = Path(folder) / f"{first}-{second}"
+        with errors.open("wb") as file:
+            os.dup2(file.fileno(), 2)
+        seen.append((launch([*options, *words]), errors.read_text()))
+    return seen
+
+
+def test_the_status_is_how_the_ranks_ended_and_says_no_more_than_that(tmp_path):
+    ((done, alike, killed),) = run_ranks(
+        1, launches, str(tmp_path), ("0", "0"), ("75", "75"), ("sleep", "kill")
     )
-
-
-def test_ranks_that_are_done_end_in_0(tmp_path):
-    done = torchrun(tmp_path, "0", "0")
-    assert done.returncode == 0, done.stderr
-
-
-def test_ranks_that_end_alike_give_their_status_and_nothing_else(tmp_path):
-    done = torchrun(tmp_path, "75", "75")
-    assert done.returncode == 75
-    assert "Traceback" not in done.stderr and "launcher:" not in done.stderr
-
-
-def test_a_rank_that_is_killed_is_named_in_one_line(tmp_path):
-    done = torchrun(tmp_path, "sleep", "kill")
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("launcher:")]
+    assert done[0] == 0, done[1]
+    assert alike[0] == 75
+    assert "Traceback" not in alike[1] and "launcher:" not in alike[1]
+    assert killed[0] == 1
+    assert "Traceback" not in killed[1]
+    (line,) = [line for line in killed[1].splitlines() if line.startswith("launcher:")]
     assert "rank 1" in line and "SIGKILL" in line
 
 
