@@ -50,9 +50,9 @@ def small(tmp_path: Path, tiny_dataset: Path) -> list[str]:
         "output_dir": tmp_path / "run",
         "dataset_json": tiny_dataset,
         "dataset_size": 8,
-        "num_frames": 9,
-        "height": 64,
-        "width": 64,
+        "num_frames": 5,
+        "height": 32,
+        "width": 32,
         "num_workers": 0,
         "max_steps": STEPS,
         "grpo_group_size": 2,
@@ -87,7 +87,7 @@ def judge(tmp_path: Path, tiny_dataset: Path) -> Iterator[tuple[JudgeServer, lis
     for task in (tiny_dataset.parent / "raw").iterdir():
         text = "---\ncriteria: {light: 70, calm: 30}\n---\nHow bright is it?\n"
         (rubrics / f"{task.name}.md").write_text(text)
-    server = JudgeServer(expected=Expected(frames=9, fps=16, longest_edge=512), model="qwen3.6-27b")
+    server = JudgeServer(expected=Expected(frames=5, fps=16, longest_edge=512), model="qwen3.6-27b")
     yield (
         server,
         _flags(

@@ -58,8 +58,9 @@ def _starts(recipe: str, out: str) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     stopped = ["--output_dir", f"{out}/stopped"]
     seen["SIGTERM"] = run(recipe, stopped, _Disturbed("SIGTERM"))
-    seen["trained"] = [row["batch"] for row in rows(Path(out) / "stopped", "metrics.jsonl")]
-    seen["record"] = json.loads((Path(out) / "stopped" / "run.json").read_text())
+    if os.environ["RANK"] == "0":
+        seen["trained"] = [row["batch"] for row in rows(Path(out) / "stopped", "metrics.jsonl")]
+        seen["record"] = json.loads((Path(out) / "stopped" / "run.json").read_text())
     # The continued run meets a loss that is not finite on one rank, in its last, delayed batch.
     Replayer._evaluate = _lose_a_sample  # type: ignore[method-assign]
     seen["not finite"] = run(recipe, stopped, MeanColour())
@@ -123,10 +124,10 @@ def test_a_signal_to_one_rank_in_a_rollout_stops_all_after_saving(
     assert {path.name for path in (out / "stopped").glob("checkpoint-*")} == {
         f"checkpoint-{step}" for step in (trained, BATCHES)
     }
-    for of_rank in seen:
-        assert of_rank["SIGTERM"] == EXIT_STOPPED
-        assert of_rank["trained"] == list(range(trained))
-        assert of_rank["record"]["exit_status"] == EXIT_STOPPED
+    assert [of_rank["SIGTERM"] for of_rank in seen] == [EXIT_STOPPED] * 2
+    # Rank 0 writes them.
+    assert seen[0]["trained"] == list(range(trained))
+    assert seen[0]["record"]["exit_status"] == EXIT_STOPPED
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(
