@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ import yaml
 
 from wan_trainer.config import load_config, resolve
 from wan_trainer.config.specs import ModelSpec
+from wan_trainer.preflight import inputs
 from wan_trainer.preflight.network import free_port
-from wan_trainer.rewards.evalkit import source_sha256
+from wan_trainer.rewards.evalkit import TaskNames, source_sha256, supported_tasks
 
 TASKS = ("O-1_slide_data-generator", "O-2_turn_data-generator")
 SAMPLE_FILES = (
@@ -90,9 +91,21 @@ def make_evaluator(root: Path, source: str = EVALUATOR) -> str:
     return source_sha256(root)
 
 
+_answers: dict[tuple[object, ...], TaskNames] = {}
+
+
+def ask_once(directory: Path, tasks: Sequence[str], **options: Any) -> TaskNames:
+    """What the evaluator knows; each source of one is asked once, as that takes a process."""
+    key = (source_sha256(directory), *tasks, *options.items())
+    if key not in _answers:
+        _answers[key] = supported_tasks(directory, tasks, **options)
+    return _answers[key]
+
+
 @pytest.fixture
 def world(tmp_path: Path, tiny_ti2v: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     """Everything passes; two processes, two prompts of four rollouts."""
+    monkeypatch.setattr(inputs, "supported_tasks", ask_once)
     shutil.copytree(tiny_ti2v, tmp_path / "model")
     digest = make_evaluator(tmp_path / "evalkit")
     values: dict[str, Any] = {
