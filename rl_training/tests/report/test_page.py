@@ -229,7 +229,7 @@ def test_a_directory_that_is_no_run_is_the_users_to_mend(tmp_path: Path) -> None
 
 
 def test_the_command_prints_the_path(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
-    files = make_run(1)
+    files = make_run(0)
     parser = argparse.ArgumentParser()
     command.configure(parser)
     assert command.run(parser.parse_args([str(files.root)]), []) == 0
