@@ -15,8 +15,8 @@ from rl_training.tests.training.test_refl import recipe_of
 
 pytestmark = pytest.mark.slow
 
-# Two saves, with a delayed rollout between them.
-BATCHES = 4
+# Saves behind batches 2, 4 and 5: the first two are written while training goes on.
+BATCHES = 5
 # All ranks, while the first rollout waits and the second is drawn: nothing is saved yet.
 WAITING = Kill("sample", 4, 0.0, victim=1, whole=True)
 # One rank of the continued run, into the second write, when the first checkpoint is there.
