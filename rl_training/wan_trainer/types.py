@@ -36,6 +36,10 @@ class UserError(Exception):
         self.problems = problems
 
 
+class RunFailure(RuntimeError):
+    """The run cannot go on, and why in words for its user. Raised on every rank at the same place."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, at most 300 characters; the name of its type when it has no text."""
     text = str(error).strip()

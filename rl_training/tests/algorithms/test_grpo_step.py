@@ -16,11 +16,10 @@ from rl_training.tests.algorithms.parts import (
     relative_difference,
     without,
 )
-from wan_trainer.algorithms.base import RunFailure
 from wan_trainer.objectives.surrogate import clipped_surrogate
 from wan_trainer.sampling.noise import group_eta
 from wan_trainer.training.scheduler import ReplayScheduler
-from wan_trainer.types import RewardResult, SampleId
+from wan_trainer.types import RewardResult, RunFailure, SampleId
 
 
 def step(setup, batch=None):

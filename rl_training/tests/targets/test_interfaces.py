@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from rl_training.tests.targets.test_targets import target
-from wan_trainer.algorithms.base import RunFailure
 from wan_trainer.algorithms.build import check_algorithm
 from wan_trainer.config.specs import OwnRewardSpec
 from wan_trainer.objectives.surrogate import clipped_surrogate, policy_loss
 from wan_trainer.rewards.build import build_part
 from wan_trainer.sampling.transitions import TRANSITIONS, kl, log_prob, rf_sde, transition_rule
 from wan_trainer.training.lr_schedule import learning_rate_schedule
-from wan_trainer.types import UserError
+from wan_trainer.types import RunFailure, UserError
 
 TRANSITION = """
 import torch

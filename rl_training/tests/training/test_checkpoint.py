@@ -13,13 +13,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from rl_training.tests.ranks import run_ranks
-from wan_trainer.algorithms.base import RunFailure
 from wan_trainer.distributed.mesh import Mesh, init_mesh
 from wan_trainer.recording.manifest import latest_checkpoint, verify_checkpoint
 from wan_trainer.training.checkpoint import TrainState, load_checkpoint, read_train_state, save_checkpoint
 from wan_trainer.training.checkpoint_writer import clean_partials
 from wan_trainer.training.resume import find_resume_point
-from wan_trainer.types import UserError
+from wan_trainer.types import RunFailure, UserError
 
 CONTRACT = {"data": {"seed": "1"}, "optimization": {"learning_rate": "0.1"}}
 

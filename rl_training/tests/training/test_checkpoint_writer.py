@@ -17,13 +17,12 @@ from torch.distributed.fsdp import fully_shard
 from rl_training.tests.ranks import run_ranks
 from rl_training.tests.tiny_fixtures import TinyEvalkit
 from rl_training.tests.training.runs import MeanColour, rows, run, tiny_recipe, write_recipe
-from wan_trainer.algorithms.base import RunFailure
 from wan_trainer.distributed.mesh import Mesh, init_mesh
 from wan_trainer.recording.manifest import MANIFEST, checkpoints, verify_checkpoint
 from wan_trainer.training import checkpoint_writer
 from wan_trainer.training.checkpoint import CheckpointWriter, TrainState
 from wan_trainer.training.stored_state import StoredState
-from wan_trainer.types import EXIT_DONE
+from wan_trainer.types import EXIT_DONE, RunFailure
 
 _save = checkpoint_writer.save
 _write_data = FileSystemWriter.write_data

@@ -16,11 +16,10 @@ import torch
 
 from rl_training.tests.ranks import run_ranks
 from rl_training.tests.training.runs import rows, run, write_recipe
-from wan_trainer.algorithms.base import RunFailure
 from wan_trainer.recording.manifest import hash_files
 from wan_trainer.rewards.remote import RemoteRewardError
 from wan_trainer.training.stored_state import StoredState
-from wan_trainer.types import DifferentiableScores, RewardContext, Sample, UserError
+from wan_trainer.types import DifferentiableScores, RewardContext, RunFailure, Sample, UserError
 
 pytestmark = pytest.mark.slow
 

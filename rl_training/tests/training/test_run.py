@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from rl_training.tests.ranks import run_ranks
 from rl_training.tests.tiny_fixtures import TinyEvalkit
-from wan_trainer.algorithms.base import RunFailure
 from wan_trainer.cli.main import main
 from wan_trainer.config import load_with_sources
 from wan_trainer.data.dataset import load_dataset
@@ -35,7 +34,7 @@ from wan_trainer.training.observer import RunObserver
 from wan_trainer.training.optimizer import UpdateResult
 from wan_trainer.training.run import plan_start, train
 from wan_trainer.training.session import local_prompts
-from wan_trainer.types import PendingRewards, RewardRequest, RewardResult, UserError
+from wan_trainer.types import PendingRewards, RewardRequest, RewardResult, RunFailure, UserError
 
 pytestmark = pytest.mark.slow
 

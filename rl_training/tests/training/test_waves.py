@@ -22,8 +22,7 @@ from rl_training.tests.training.runs import (
     tiny_recipe,
     write_recipe,
 )
-from wan_trainer.algorithms.base import RunFailure
-from wan_trainer.types import EXIT_DONE, PendingRewards, RewardRequest, RewardResult
+from wan_trainer.types import EXIT_DONE, PendingRewards, RewardRequest, RewardResult, RunFailure
 
 ONE_PROMPT_WAVES = ["--grpo_shared_prompt_microbatch_size", "1", "--grpo_sample_batch_size", "1"]
 BATCHES = 3

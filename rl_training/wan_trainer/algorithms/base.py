@@ -20,10 +20,6 @@ from wan_trainer.sampling.sampler import Velocity
 from wan_trainer.types import PromptBatch, StepRecord
 
 
-class RunFailure(RuntimeError):
-    """The run cannot go on, and why in words for its user. Raised on every rank at the same place."""
-
-
 class Algorithm[R](Protocol):
     """Turns batches into optimizer updates in two halves, so that a scheduler may delay the second one.
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from wan_trainer.algorithms.base import RunFailure
 from wan_trainer.algorithms.protocols import Policy
 from wan_trainer.algorithms.statistics import ReplaySummary
 from wan_trainer.config.specs import GrpoSpec, SamplerSpec, Target
-from wan_trainer.types import StoredStep
+from wan_trainer.types import RunFailure, StoredStep
 
 
 class RatioGateError(RunFailure):

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from wan_trainer.algorithms.base import RunFailure
 from wan_trainer.algorithms.protocols import Communicator
-from wan_trainer.types import RewardResult, RewardTable, SampleId, Wave
+from wan_trainer.types import RewardResult, RewardTable, RunFailure, SampleId, Wave
 
 
 def own_rewards(wave: Wave) -> list[RewardResult]:

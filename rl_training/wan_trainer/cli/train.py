@@ -33,13 +33,12 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     # Thousands of modules that stay: a collection would visit all of them, now and in training.
     gc.disable()
     # Not above: this is the ranks' main module, which every spawned data worker imports again.
-    from wan_trainer.algorithms.base import RunFailure  # noqa: PLC0415
     from wan_trainer.config import load_with_sources  # noqa: PLC0415
     from wan_trainer.distributed.collectives import SharedUserError  # noqa: PLC0415
     from wan_trainer.distributed.mesh import RendezvousError  # noqa: PLC0415
     from wan_trainer.training import run as runs  # noqa: PLC0415
     from wan_trainer.training.optimizer import NonFiniteError  # noqa: PLC0415
-    from wan_trainer.types import EXIT_BAD_INPUT, EXIT_FAILURE, UserError  # noqa: PLC0415
+    from wan_trainer.types import EXIT_BAD_INPUT, EXIT_FAILURE, RunFailure, UserError  # noqa: PLC0415
 
     gc.freeze()
     gc.enable()

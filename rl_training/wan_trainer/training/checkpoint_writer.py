@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from wan_trainer.algorithms.base import RunFailure
 from wan_trainer.config.specs import Target
 from wan_trainer.distributed.collectives import (
     SharedUserError,
@@ -44,7 +43,7 @@ from wan_trainer.training.checkpoint_state import TRAIN_STATE, TrainState, check
 from wan_trainer.training.ema import Ema
 from wan_trainer.training.role_state import write_roles
 from wan_trainer.training.stored_state import ADAPTERS, STATE, StoredState
-from wan_trainer.types import UserError, first_line
+from wan_trainer.types import RunFailure, UserError, first_line
 
 PARTIAL = ".partial-"
 # The ranks of a write end it with a collective, so that they differ by its latency; a rank that stays behind

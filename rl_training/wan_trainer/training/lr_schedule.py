@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Protocol, cast
 
-from wan_trainer.algorithms.base import RunFailure
 from wan_trainer.config.specs import LrSchedule, Target
 from wan_trainer.targets import construct, require, require_methods, user_code
+from wan_trainer.types import RunFailure
 
 
 class LearningRateSchedule(Protocol):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from contextlib import suppress
 
-from wan_trainer.algorithms.base import RunFailure
 from wan_trainer.config.specs import RolesSpec, RunSpec
 from wan_trainer.distributed.mesh import Mesh
 from wan_trainer.rewards.differentiable import build_differentiable
@@ -13,7 +12,7 @@ from wan_trainer.rewards.remote import Close, RemoteReward, serve_rewards, wait_
 from wan_trainer.topology import Topology
 from wan_trainer.training.first_failure import first_failure
 from wan_trainer.training.start import Start, shared_values
-from wan_trainer.types import DifferentiableReward, RewardContext
+from wan_trainer.types import DifferentiableReward, RewardContext, RunFailure
 
 REWARD, MONITOR = "roles.reward", "roles.monitor"
 

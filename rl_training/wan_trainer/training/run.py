@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from wan_trainer.algorithms.base import RunFailure
 from wan_trainer.config import (
     LoadedConfig,
     contract_values,
@@ -40,6 +39,7 @@ from wan_trainer.types import (
     EXIT_DONE,
     EXIT_FAILURE,
     EXIT_STOPPED,
+    RunFailure,
     UserError,
 )
 
