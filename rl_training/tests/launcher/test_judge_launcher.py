@@ -22,7 +22,7 @@ from rl_training.tests.ranks import run_ranks
 from wan_trainer.cli.main import main
 from wan_trainer.preflight import cohost
 from wan_trainer.preflight.network import free_port
-from wan_trainer.types import EXIT_DONE
+from wan_trainer.types import EXIT_DONE, EXIT_FAILURE
 
 LAUNCHER = REPOSITORY / "scripts" / "train" / "grpo_vlm_eval_multinode.fish"
 CONFIG = ("--config", "configs/train_rl_5b_vlm.yaml")
@@ -334,9 +334,11 @@ server.ended.wait()
 ELSEWHERE = """
 import os, sys, time
 trained = sys.argv[1] + "/trained"
-while not os.path.exists(trained):
+for _ in range(3000):
+    if os.path.exists(trained):
+        sys.exit(int(open(trained).read()))
     time.sleep(0.1)
-sys.exit(int(open(trained).read()))
+sys.exit(1)
 """
 
 
@@ -390,10 +392,15 @@ def test_a_policy_trains_beside_its_judge(launch, tmp_path, tiny_ti2v, tiny_data
             stdout=output,
             stderr=output,
         )
-    wait_for(launch.out / "torchrun.json", launcher, timeout_s=200)
-    assert run_ranks(1, train_as, launch.record("torchrun")) == [EXIT_DONE]
-    (launch.out / "trained").write_text("0")
-    assert launcher.wait(timeout=60) == 0, said.read_text()
+    status = EXIT_FAILURE
+    try:
+        wait_for(launch.out / "torchrun.json", launcher, timeout_s=200)
+        (status,) = run_ranks(1, train_as, launch.record("torchrun"))
+    finally:
+        (launch.out / "trained.new").write_text(str(status))
+        (launch.out / "trained.new").rename(launch.out / "trained")
+        ended = launcher.wait(timeout=60)
+    assert (status, ended) == (EXIT_DONE, EXIT_DONE), said.read_text()
     assert "every clip has a verdict" in said.read_text()
     rows = [json.loads(line) for line in (out / "rewards.jsonl").read_text().splitlines()]
     assert len(rows) == 2 and all(row["error"] is None and 0 <= row["reward"] <= 1 for row in rows)
