@@ -110,9 +110,9 @@ def test_two_machines_train_as_one_and_a_stopped_or_killed_run_goes_on(config, t
     together = metrics(out)
     assert len(together) < 400
 
-    # What one of them had left to do goes on; a launcher that is killed leaves nobody who could stop the
-    # ranks: they stop by themselves.
-    launcher = start(path, 1, cwd=tmp_path)
+    # One machine with both ranks goes on; a launcher that is killed leaves nobody who could stop the ranks:
+    # they stop by themselves.
+    launcher = start(path, 2, cwd=tmp_path)
     wait_for_a_batch(launcher, out, len(together) + 1)
     launcher.kill()
     launcher.communicate(timeout=60)  # its output ends when the last rank does

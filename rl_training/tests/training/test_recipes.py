@@ -120,9 +120,11 @@ def _sizes(prompts: int) -> list[str]:
     return _flags(batch_size=prompts, expected_global_prompts=prompts, grpo_shared_prompt_microbatch_size=1)
 
 
-def _outcome_5b(run_dir: Path, prompts: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _outcome_5b(
+    run_dir: Path, prompts: int, steps: int = STEPS
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Metrics and record of a 5B recipe on two nodes that share prompts."""
-    metrics, record = _outcome(run_dir)
+    metrics, record = _outcome(run_dir, steps)
     topology = record["topology"]
     assert (topology["dp_replicate"], topology["dp_shard"], topology["tp"]) == (2, 1, 1)
     assert topology["prompts"] == topology["waves"] == prompts
@@ -146,9 +148,9 @@ def test_the_5b_rule_recipes_train_on_two_nodes_that_share_prompts(
 def test_the_5b_sde_recipe_trains_compiled(
     small: list[str], rule: list[str], tmp_path: Path, tiny_ti2v: Path
 ) -> None:
-    flags = [*small, *rule, *_flags(model_path=tiny_ti2v, max_steps=1), *_sizes(1)]
-    assert run_ranks(1, _train, [(_recipe("train_rl_5b_sde"), flags)], 1) == [[EXIT_DONE]]
-    _outcome(tmp_path / "run", steps=1)
+    flags = [*small, *rule, *_flags(model_path=tiny_ti2v, max_steps=1), *_sizes(2)]
+    assert run_ranks(RANKS, _train, [(_recipe("train_rl_5b_sde"), flags)], 1) == [[EXIT_DONE]] * RANKS
+    _outcome_5b(tmp_path / "run", 2, steps=1)
 
 
 def test_the_5b_judge_recipe_trains_on_the_verdicts_of_a_service(
