@@ -1,13 +1,11 @@
-# ruff: noqa: E402
 """Fixtures that every test folder may use, and what every test process must have."""
 
 from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator
 
-# Until everything is imported: the collector would visit all of it again and again.
-gc.disable()
 # Before torch is imported anywhere: OpenMP barriers on a busy machine stall tests ten times over.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -16,10 +14,15 @@ import pytest
 from rl_training.tests.tiny_fixtures import *  # noqa: F403
 
 
-def pytest_collection_finish() -> None:
-    """Nothing that was imported is looked at again."""
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import everything without the collector, which would visit all of it again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

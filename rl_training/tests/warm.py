@@ -4,6 +4,7 @@ Only modules, and tables that a library keeps for the life of a process; no thre
 """
 
 import gc
+from contextlib import suppress
 from importlib import import_module
 
 # Until everything is imported: the collector would visit all of it again and again.
@@ -28,7 +29,9 @@ for name in (
     "shapely",
     "skimage",
 ):
-    import_module(name)
+    # One that a library renames costs every rank its import, and nothing else.
+    with suppress(ImportError):
+        import_module(name)
 
 # Loading any text encoder compiles a thousand patterns for the names of all models, for a second.
 import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("umt5")

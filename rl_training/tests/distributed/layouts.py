@@ -36,6 +36,7 @@ GROUP = 4
 LAYOUTS: dict[str, tuple[int, int, int]] = {
     "alone": (1, 1, 1),
     "fsdp2": (1, 2, 1),
+    "replicas2": (2, 1, 1),
     "tp2": (1, 1, 2),
     "fsdp4": (1, 4, 1),
     "hsdp2x2": (2, 2, 1),

@@ -25,8 +25,8 @@ ROLLOUTS = PROMPTS * GROUP
 # takes seconds.
 JOBS: dict[int, list[tuple[str, str]]] = {
     1: [("alone", "whole"), ("alone", "lora")],
-    2: [("fsdp2", "in waves"), ("fsdp2", "low expert"), ("tp2", "compiled"), ("tp2", "lora")],
-    4: [("hsdp2x2", "whole"), ("tp2 x fsdp2", "in waves")],
+    2: [("fsdp2", "in waves"), ("fsdp2", "low expert"), ("replicas2", "whole"), ("tp2", "compiled")],
+    4: [("hsdp2x2", "whole"), ("tp2 x fsdp2", "in waves"), ("tp2 x fsdp2", "lora")],
 }
 MOVES: dict[int, list[tuple[str, str]]] = {
     1: [("hsdp2x2", "alone"), ("tp2 x fsdp2", "alone")],

@@ -22,7 +22,7 @@ from rl_training.tests.ranks import run_ranks
 from wan_trainer.cli.main import main
 from wan_trainer.preflight import cohost
 from wan_trainer.preflight.network import free_port
-from wan_trainer.types import EXIT_DONE, EXIT_FAILURE
+from wan_trainer.types import EXIT_DONE
 
 LAUNCHER = REPOSITORY / "scripts" / "train" / "grpo_vlm_eval_multinode.fish"
 CONFIG = ("--config", "configs/train_rl_5b_vlm.yaml")
@@ -314,6 +314,18 @@ def test_a_worker_that_ignores_the_request_is_killed(tmp_path, monkeypatch):
     assert service.ended == -signal.SIGKILL
 
 
+def test_what_an_earlier_start_left_in_the_log_stays_and_is_not_shown_as_this_ones(tmp_path, capfd):
+    log = tmp_path / "service.log"
+    log.write_text("out of memory, yesterday\n")
+    service = cohost.Service(["echo", "no such model"], log)
+    while service.ended is None:
+        time.sleep(0.01)
+    service.show_tail()
+    said = capfd.readouterr().err
+    assert "no such model" in said and "yesterday" not in said
+    assert log.read_text() == "out of memory, yesterday\nno such model\n"
+
+
 # The judge of the tests under the arguments of vLLM.
 JUDGE = """#!{python}
 import sys
@@ -392,15 +404,18 @@ def test_a_policy_trains_beside_its_judge(launch, tmp_path, tiny_ti2v, tiny_data
             stdout=output,
             stderr=output,
         )
-    status = EXIT_FAILURE
     try:
         wait_for(launch.out / "torchrun.json", launcher, timeout_s=200)
         (status,) = run_ranks(1, train_as, launch.record("torchrun"))
-    finally:
         (launch.out / "trained.new").write_text(str(status))
         (launch.out / "trained.new").rename(launch.out / "trained")
-        ended = launcher.wait(timeout=60)
-    assert (status, ended) == (EXIT_DONE, EXIT_DONE), said.read_text()
+        launcher.wait(timeout=60)
+    finally:
+        if launcher.poll() is None:
+            launcher.terminate()
+            launcher.wait(timeout=60)
+        print(said.read_text())  # noqa: T201 - pytest shows it with a failure
+    assert (status, launcher.returncode) == (EXIT_DONE, EXIT_DONE), said.read_text()
     assert "every clip has a verdict" in said.read_text()
     rows = [json.loads(line) for line in (out / "rewards.jsonl").read_text().splitlines()]
     assert len(rows) == 2 and all(row["error"] is None and 0 <= row["reward"] <= 1 for row in rows)

@@ -92,7 +92,7 @@ def wait_for_a_batch(launcher: subprocess.Popen[str], out: Path, count: int) -> 
 
 
 @pytest.mark.slow
-def test_two_machines_train_as_one_and_a_stopped_or_killed_run_goes_on(config, tmp_path):
+def test_two_machines_train_as_one_and_a_stopped_or_killed_run_goes_on_to_its_end(config, tmp_path):
     port, out = free_port(), tmp_path / "run"
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
@@ -110,9 +110,9 @@ def test_two_machines_train_as_one_and_a_stopped_or_killed_run_goes_on(config, t
     together = metrics(out)
     assert len(together) < 400
 
-    # One machine with both ranks goes on; a launcher that is killed leaves nobody who could stop the ranks:
-    # they stop by themselves.
-    launcher = start(path, 2, cwd=tmp_path)
+    # What one of them had left to do goes on; a launcher that is killed leaves nobody who could stop the
+    # ranks: they stop by themselves.
+    launcher = start(path, 1, cwd=tmp_path)
     wait_for_a_batch(launcher, out, len(together) + 1)
     launcher.kill()
     launcher.communicate(timeout=60)  # its output ends when the last rank does
@@ -120,6 +120,13 @@ def test_two_machines_train_as_one_and_a_stopped_or_killed_run_goes_on(config, t
     steps = [row["step"] for row in metrics(out)]
     assert len(together) < len(steps) < 400 and steps == list(range(1, len(steps) + 1))
     assert (out / "latest").read_text().strip() == f"checkpoint-{len(steps)}"
+
+    # Both machines again, to the end.
+    port, last = free_port(), str(len(steps) + 1)
+    ending = [start(path, 1, "--max_steps", last, cwd=tmp_path, **node(rank, port)) for rank in (0, 1)]
+    outputs = [process.communicate(timeout=120)[0] for process in ending]
+    assert [process.returncode for process in ending] == [0, 0], "\n".join(outputs)
+    assert len(metrics(out)) == len(steps) + 1
 
     alone = config("alone.yaml", output_dir=str(tmp_path / "alone"))
     assert run_ranks(2, run, str(alone)) == [EXIT_DONE] * 2

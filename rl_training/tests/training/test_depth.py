@@ -36,7 +36,7 @@ BATCHES, SAVES, EPOCH = 8, (3, 6, 8), 4
 STOP = 2  # an agreed stop behind this batch: two rollouts are pending at depth 2
 DRAINS = sorted({*SAVES, EPOCH})
 # Depth 1 is that of the accumulated run, 2 of the stopped one.
-DEPTHS = (0, 3)
+DEPTHS = (0, 2)
 TWO_EPOCHS = ["--num_epochs", "2", "--save_steps", "3", "--keep_checkpoints", "0"]
 # Every stale ratio of this learning rate lies between the two clip ranges.
 CLIP = ["--grpo_clip_range", "1e-6", "--grpo_delayed_replay_clip_range", "0.9"]

@@ -115,33 +115,36 @@ def _outcome(run_dir: Path, steps: int = STEPS) -> tuple[list[dict[str, Any]], d
     return metrics, record
 
 
-def _sizes(prompts: int) -> list[str]:
-    """Each wave is one prompt, whose group the ranks share."""
-    return _flags(batch_size=prompts, expected_global_prompts=prompts, grpo_shared_prompt_microbatch_size=1)
+def _sizes(prompts: int, wave: int = 1) -> list[str]:
+    """Each wave is `wave` prompts, whose groups the ranks share."""
+    return _flags(
+        batch_size=prompts, expected_global_prompts=prompts, grpo_shared_prompt_microbatch_size=wave
+    )
 
 
 def _outcome_5b(
-    run_dir: Path, prompts: int, steps: int = STEPS
+    run_dir: Path, prompts: int, wave: int = 1, steps: int = STEPS
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Metrics and record of a 5B recipe on two nodes that share prompts."""
     metrics, record = _outcome(run_dir, steps)
     topology = record["topology"]
     assert (topology["dp_replicate"], topology["dp_shard"], topology["tp"]) == (2, 1, 1)
-    assert topology["prompts"] == topology["waves"] == prompts
-    assert topology["rollouts_per_rank_wave"] == 1, "two ranks hold half of a group each"
+    assert topology["prompts"] == wave * topology["waves"] == prompts
+    assert topology["rollouts_per_rank_wave"] == wave, "two ranks hold half of a group each"
     return metrics, record
 
 
 def test_the_5b_rule_recipes_train_on_two_nodes_that_share_prompts(
     small: list[str], rule: list[str], tmp_path: Path, tiny_ti2v: Path
 ) -> None:
-    flags = [*small, *rule, *UNCOMPILED, *_flags(model_path=tiny_ti2v), *_sizes(2)]
+    flags = [*small, *rule, *UNCOMPILED, *_flags(model_path=tiny_ti2v), *_sizes(4, wave=2)]
     recipes = {"train_rl_5b_cps": "flowcps", "train_rl_5b_sde": "dancegrpo"}
     starts = [(_recipe(name), [*flags, *_flags(output_dir=tmp_path / name)]) for name in recipes]
     assert run_ranks(RANKS, _train, starts, 1) == [[EXIT_DONE] * 2] * RANKS
     for name, kind in recipes.items():
-        metrics, record = _outcome_5b(tmp_path / name, 2)
-        assert [row["policy_age"] for row in metrics] == [0, 1, 1]
+        metrics, record = _outcome_5b(tmp_path / name, 4, wave=2)
+        # Delayed, and drained at the end of each epoch, which four prompts a batch reach behind the second.
+        assert [row["policy_age"] for row in metrics] == [0, 1, 0]
         assert record["sampler"]["kind"] == kind
 
 
@@ -160,7 +163,6 @@ def test_the_5b_judge_recipe_trains_on_the_verdicts_of_a_service(
     flags = [*small, *place, *UNCOMPILED, *_flags(model_path=tiny_ti2v), *_sizes(4)]
     assert run_ranks(RANKS, _train, [(_recipe("train_rl_5b_vlm"), flags)], 1) == [[EXIT_DONE]] * RANKS
     metrics, record = _outcome_5b(tmp_path / "run", 4)
-    # Delayed, and drained at the end of each epoch, which four prompts a batch reach behind the second.
     assert [row["policy_age"] for row in metrics] == [0, 1, 0]
     assert any(row["zero_std_groups"] == 0 for row in metrics), "verdicts differ, so that there is a gradient"
     assert record["sampler"]["kind"] == "flowcps"
@@ -193,14 +195,14 @@ def test_the_a14b_recipe_trains_both_experts_on_tensor_parallel_replicas(
         expected_global_prompts=2,
         # The fewest of which a batch replays steps of both experts.
         grpo_num_sampling_steps=6,
-        # On-policy: a batch more is a batch like this one.
-        max_steps=1,
+        # Delayed, the second would be an update old.
+        max_steps=2,
     )
     flags = [*small, *rule, *UNCOMPILED, *overrides]
     assert run_ranks(4, _train, [(_recipe("train_rl_a14b_rule"), flags)], 4) == [[EXIT_DONE]] * 4
 
-    metrics, record = _outcome(tmp_path / "run", steps=1)
-    state = read_train_state(tmp_path / "run" / "checkpoint-1")
+    metrics, record = _outcome(tmp_path / "run", steps=2)
+    state = read_train_state(tmp_path / "run" / "checkpoint-2")
     assert state.started_from == str(supervised)
     assert all(row["policy_age"] == 0 for row in metrics)
     assert {expert for row in metrics for expert in row["replayed_per_expert"]} == {

@@ -57,7 +57,9 @@ def _starts(recipe: str, out: str) -> dict[str, Any]:
     """The starts of both runs in one process: their exit statuses, and how the last one failed."""
     seen: dict[str, Any] = {}
     stopped = ["--output_dir", f"{out}/stopped"]
-    seen["SIGTERM"] = run(recipe, stopped, _Disturbed("SIGTERM"))
+    # Data workers must keep neither a rank that stops nor one that fails.
+    workers = ["--num_workers", "1"]
+    seen["SIGTERM"] = run(recipe, [*stopped, *workers], _Disturbed("SIGTERM"))
     if os.environ["RANK"] == "0":
         seen["trained"] = [row["batch"] for row in rows(Path(out) / "stopped", "metrics.jsonl")]
         seen["record"] = json.loads((Path(out) / "stopped" / "run.json").read_text())
@@ -66,8 +68,7 @@ def _starts(recipe: str, out: str) -> dict[str, Any]:
     seen["not finite"] = run(recipe, stopped, MeanColour())
     Replayer._evaluate = _evaluate  # type: ignore[method-assign]
     try:
-        # Its data workers must not keep a rank that fails.
-        run(recipe, ["--output_dir", f"{out}/failed", "--num_workers", "1"], _Disturbed("failure"))
+        run(recipe, ["--output_dir", f"{out}/failed", *workers], _Disturbed("failure"))
     except BaseException:  # noqa: BLE001 - whatever it is, the test must see it
         seen["failure"] = traceback.format_exc()
     return seen

@@ -71,6 +71,7 @@ class Service:
         log.parent.mkdir(parents=True, exist_ok=True)
         # Behind what an earlier start of the run left there.
         with log.open("ab") as output:
+            self._start = output.tell()
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -86,10 +87,10 @@ class Service:
         return self._process.poll()
 
     def show_tail(self) -> None:
-        """The last lines of its log, on standard error."""
+        """The last lines of its own part of the log, on standard error."""
         with self._log.open("rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            file.seek(max(self._start, file.tell() - _TAIL_BYTES))
             lines = file.read().decode("utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
         _say(f"the end of {self._log}:")
         os.write(sys.stderr.fileno(), "".join(f"  {line}\n" for line in lines).encode())

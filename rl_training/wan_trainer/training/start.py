@@ -71,7 +71,7 @@ def shared_values(start: Start) -> dict[str, str]:
 
 @cache
 def own_code_digest() -> str:
-    """The version of the code that this process runs, whatever becomes of its files meanwhile."""
+    """The version of the code as this process found it, whatever becomes of its files later."""
     return code_digest(PACKAGE)
 
 
