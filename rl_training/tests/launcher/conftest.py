@@ -25,19 +25,16 @@ arguments = sys.argv[1:]
 record = {{"argv": arguments, "cwd": os.getcwd(), "env": dict(os.environ)}}
 out = {out!r}
 module = arguments[1] if arguments[:1] == ["-m"] else ""
-checks = module == "wan_trainer.cli.main" and "STUB_REAL_CHECKS" not in os.environ
-if checks and arguments[2] == "probe-judge":
+if arguments[1:3] == ["wan_trainer.cli.main", "probe-judge"]:
     json.dump(record, open(out + "/probe.json", "w"))
     sys.exit(int(os.environ.get("STUB_PROBE_STATUS", "0")))
-if checks:
+if module == "wan_trainer.cli.main":
     json.dump(record, open(out + "/validate.json", "w"))
     facts = arguments[arguments.index("--facts") + 1]
     open(facts, "w").write(open(out + "/facts").read())
     sys.exit(int(os.environ.get("STUB_VALIDATE_STATUS", "0")))
 if module == "wan_trainer.preflight.agent":
-    with open(out + "/torchrun.new", "w") as file:
-        json.dump(record, file)
-    os.rename(file.name, out + "/torchrun.json")
+    json.dump(record, open(out + "/torchrun.json", "w"))
     if "STUB_RANK" in os.environ:
         # As torchrun does: ranks in sessions of their own, and status 1 for every way in which they can fail.
         import subprocess
