@@ -83,6 +83,9 @@ def test_what_a_checkpoint_holds_cannot_be_allowed_to_change(load, name, value):
     (line,) = contract_changes(saved, changed, [name])
     assert line.startswith(f"{name}: ") and "another output_dir" in line
     assert "--allow_changed" not in line, "it would be followed in vain"
+    del saved["model"][name]  # as in a checkpoint from before there was the key
+    (line,) = contract_changes(saved, changed, [])
+    assert f"--allow_changed {name}" in line and contract_changes(saved, changed, [name]) == []
 
 
 def test_a_secret_is_masked_where_values_are_shown(load):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-from contextlib import redirect_stderr
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rl_training.tests.ranks import run_ranks
+from rl_training.tests.ranks import free_port, run_ranks
 from rl_training.tests.report.test_page import Page, charts
 from rl_training.tests.training.runs import run as train
-from wan_trainer.cli.main import main
 from wan_trainer.config import trainer_root
 from wan_trainer.report.page import render_report
 from wan_trainer.tiny.world import PromptWorld, build_prompt_world
@@ -39,23 +37,21 @@ def _rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def _command(flags: list[str]) -> tuple[int, str]:
-    """`wan-trainer train` as this rank: exit status, and what it says of the run."""
-    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
-    with redirect_stderr(io.StringIO()) as printed:
-        return main(["train", "--config", str(CONFIG), *flags]), printed.getvalue()
-
-
+@pytest.mark.slow
 def test_the_reward_rises_and_the_report_tells_it(world: PromptWorld, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    flags = _flags(world, run, STEPS)
-    assert main(["validate", "--config", str(CONFIG), "--nproc", "1", *flags]) == EXIT_DONE
-    ((status, printed),) = run_ranks(1, _command, flags)
-    assert status == EXIT_DONE
+    launcher = trainer_root().parent / "scripts" / "train" / "refl_multinode.fish"
+    command = ["fish", str(launcher), "--nproc", "2", "--config", str(CONFIG), *_flags(world, run, STEPS)]
+    rendezvous = {"MASTER_ADDR", "WORLD_SIZE", "RANK", "LOCAL_RANK"}
+    environment = {name: value for name, value in os.environ.items() if name not in rendezvous}
+    environment["MASTER_PORT"] = str(free_port())
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540, check=False)
+    assert done.returncode == EXIT_DONE, done.stderr[-4000:]
     rows = _rows(run)
     assert len(rows) == STEPS
     assert rows[-1]["reward_mean"] > rows[0]["reward_mean"] + 0.15
     assert all(row["ratio_max_dev"] is None and row["clip_fraction"] is None for row in rows)
+    printed = done.stdout + done.stderr
     told = [line for line in printed.splitlines() if f"/{STEPS}  reward" in line]
     assert f"done: {STEPS} batches" in printed and len(told) == 3
     assert not any("ratio" in line or "clip" in line for line in told)
@@ -71,6 +67,7 @@ def test_the_reward_rises_and_the_report_tells_it(world: PromptWorld, tmp_path: 
     assert "Mean reward" in labels and "components blue, green, red" in labels and "|ratio" not in labels
 
 
+@pytest.mark.slow
 def test_a_negated_reward_falls(world: PromptWorld, tmp_path: Path) -> None:
     run, prompt = tmp_path / "run", tmp_path / "one.txt"
     # One noise and one prompt, so that a difference is the policy's.

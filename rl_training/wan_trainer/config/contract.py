@@ -87,10 +87,12 @@ def contract_changes(
         before = saved.get(group, {})
         for name in sorted(values.keys() | before.keys()):
             old, new = before.get(name), values.get(name)
-            if old == new or (name in allowed and name not in _TRAINED):
+            # A checkpoint that is older than the key says nothing of it.
+            held = name in _TRAINED and name in before
+            if old == new or (name in allowed and not held):
                 continue
             differs = f"{name}: {json.dumps(new)} differs from {json.dumps(old)} of the run to go on from"
-            if name in _TRAINED:
+            if held:
                 lines.append(
                     f"{differs}, whose checkpoint holds what that one trained; restore it, or start a run of "
                     "its own in another output_dir"
