@@ -83,7 +83,8 @@ def run_ranks(
     """Call `function(*arguments)` in `world` processes that find RANK, WORLD_SIZE and so on in their
     environment.
 
-    Returns their results in rank order. The first failure is raised with the rank's traceback. Results must
+    Returns their results in rank order. A failure is raised with the rank's traceback, and so is a process
+    that gave its result and does not end, as one does whose data workers do not. Results must
     be picklable; return numbers, lists or cloned CPU tensors' `.tolist()` rather than live tensors.
     """
     ranks = start_ranks(world, function, *arguments)
@@ -105,10 +106,11 @@ def run_ranks(
             else:
                 failures.append(f"rank {rank}:\n{value}")
     finally:
-        for process in processes:
-            process.join(timeout=10 if not failures else 1)
+        for rank, process in enumerate(processes):
+            process.join(timeout=30 if not failures else 1)
             if process.is_alive():
                 process.kill()
                 process.join()
+                failures.append(f"rank {rank}: had to be killed")
     assert not failures, "\n".join(failures)
     return results

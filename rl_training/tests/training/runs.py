@@ -56,7 +56,12 @@ def write_recipe(path: Path, values: dict[str, Any]) -> Path:
     return path
 
 
-def run(recipe: str, overrides: Sequence[str] = (), reward: Reward | None = None) -> Any:
+def run(
+    recipe: str,
+    overrides: Sequence[str] = (),
+    reward: Reward | None = None,
+    allow_changed: Sequence[str] = (),
+) -> Any:
     """One start of a run on this rank: its exit status, or what it refused. All ranks are of one machine
     unless the environment says otherwise."""
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
@@ -64,7 +69,7 @@ def run(recipe: str, overrides: Sequence[str] = (), reward: Reward | None = None
     if reward is not None:
         session.build_reward = lambda *_arguments, **_options: reward
     try:
-        return train(plan_start(load_with_sources(recipe, list(overrides))))
+        return train(plan_start(load_with_sources(recipe, list(overrides))), allow_changed=allow_changed)
     except UserError as error:
         return list(error.problems)
     finally:

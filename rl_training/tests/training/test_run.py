@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_training.tests.ranks import run_ranks
 from rl_training.tests.tiny_fixtures import TinyEvalkit
+from rl_training.tests.training.runs import MeanColour, Scored, rows, run
 from wan_trainer.cli.main import main
 from wan_trainer.config import load_with_sources
 from wan_trainer.data.dataset import load_dataset
@@ -32,9 +33,9 @@ from wan_trainer.training.assembly import build_grpo, build_model, build_updater
 from wan_trainer.training.checkpoint import read_train_state
 from wan_trainer.training.observer import RunObserver
 from wan_trainer.training.optimizer import UpdateResult
-from wan_trainer.training.run import plan_start, train
+from wan_trainer.training.run import plan_start
 from wan_trainer.training.session import local_prompts
-from wan_trainer.types import PendingRewards, RewardRequest, RewardResult, RunFailure, UserError
+from wan_trainer.types import PendingRewards, RewardRequest, RewardResult, RunFailure
 
 pytestmark = pytest.mark.slow
 
@@ -91,23 +92,7 @@ def recipe(place: Path, tiny_ti2v: Path, tiny_dataset: Path, tiny_evalkit: TinyE
     return path
 
 
-def _local_world(world: int) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = str(world)
-
-
-def _train(recipe: str, world: int, overrides: list[str], allow_changed: list[str] | None = None) -> Any:
-    _local_world(world)
-    try:
-        return train(plan_start(load_with_sources(recipe, overrides)), allow_changed=allow_changed or ())
-    except UserError as error:
-        return list(error.problems)
-
-
-def _rows(run: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / name).read_text().splitlines()]
-
-
-def _starts(recipe: str, run: str, first: str) -> list[tuple[Any, str]]:
+def _starts(recipe: str, out: str, first: str) -> list[tuple[Any, str]]:
     """Starts of one run, each after the other: what it came to, and the metrics it left. The run after its
     first start stays in `first`."""
     starts: list[tuple[list[str], list[str]]] = [
@@ -123,10 +108,10 @@ def _starts(recipe: str, run: str, first: str) -> list[tuple[Any, str]]:
     ]
     seen: list[tuple[Any, str]] = []
     for overrides, allowed in starts:
-        came_to = _train(recipe, 1, overrides, allowed)
-        seen.append((came_to, (Path(run) / "metrics.jsonl").read_text()))
+        came_to = run(recipe, overrides, allow_changed=allowed)
+        seen.append((came_to, (Path(out) / "metrics.jsonl").read_text()))
         if len(seen) == 1:
-            shutil.copytree(run, first)
+            shutil.copytree(out, first)
     return seen
 
 
@@ -140,39 +125,39 @@ def started(recipe: Path, place: Path) -> list[tuple[Any, str]]:
 def test_a_run_ends_with_everything_a_reader_needs(
     place: Path, started: list[tuple[Any, str]], tmp_path: Path
 ) -> None:
-    run = place / "first"
+    run_dir = place / "first"
     assert started[0][0] == 0
 
-    metrics = _rows(run, "metrics.jsonl")
+    metrics = rows(run_dir, "metrics.jsonl")
     assert [row["batch"] for row in metrics] == [0, 1]
     assert all(row["ratio_max_dev"] == 0.0 and row["policy_age"] == 0 for row in metrics)
     assert all(np.isfinite(row["grad_norm"]) and row["grad_norm"] > 0 for row in metrics)
-    rewards = _rows(run, "rewards.jsonl")
+    rewards = rows(run_dir, "rewards.jsonl")
     assert len(rewards) == 2 * 2 * 4
     assert {(row["step"], row["prompt"], row["member"]) for row in rewards} == {
         (step, prompt, member) for step in range(2) for prompt in range(2) for member in range(4)
     }
     assert metrics[0]["reward_mean"] == pytest.approx(np.mean([row["reward"] for row in rewards[:8]]))
-    assert {row["phase"] for row in _rows(run, "timeline.jsonl")} >= {"sample", "decode", "replay", "save"}
-    assert (run / "rollout_videos" / "step-000001-p01-m03.mp4").stat().st_size > 0
-    record = json.loads((run / "run.json").read_text())
+    assert {row["phase"] for row in rows(run_dir, "timeline.jsonl")} >= {"sample", "decode", "replay", "save"}
+    assert (run_dir / "rollout_videos" / "step-000001-p01-m03.mp4").stat().st_size > 0
+    record = json.loads((run_dir / "run.json").read_text())
     assert (record["status"], record["exit_status"]) == ("finished", 0)
     assert record["final_checkpoint"]["step"] == 2 and record["final_checkpoint"]["verified"]
     assert record["attention"]["backend"] == "native" and record["packages"]["torch"]
     assert len(record["evaluator"]["runtime"]["fingerprint"]) == 64
     assert record["code"]["sources"] and record["evaluator"]["source_sha256"] and record["dataset"]["sha256"]
-    assert main(["verify", str(run)]) == 0
+    assert main(["verify", str(run_dir)]) == 0
     # The record leads to the model that the rest of a pipeline comes from.
-    assert main(["export", str(run), "--to", "diffusers", "--out", str(tmp_path / "exported")]) == 0
+    assert main(["export", str(run_dir), "--to", "diffusers", "--out", str(tmp_path / "exported")]) == 0
     assert read_directory(tmp_path / "exported", "ti2v-5b").experts == ("transformer",)
-    assert (run / "latest").read_text().strip() == "checkpoint-2"
+    assert (run_dir / "latest").read_text().strip() == "checkpoint-2"
     assert not list((place / "scratch").glob("scorer-*"))
 
 
 def test_a_run_continues_completes_and_refuses_another_seed(
     place: Path, started: list[tuple[Any, str]]
 ) -> None:
-    run = place / "run"
+    run_dir = place / "run"
     first, complete, other_seed, other_window, continued = started
     assert first[0] == 0
     assert complete == first, "a complete run says so"
@@ -182,36 +167,13 @@ def test_a_run_continues_completes_and_refuses_another_seed(
     ((refused,), _) = other_window
     assert refused.startswith("gradient_accumulation_steps: 4 does not divide the 2 batches")
     assert continued[0] == 0 and continued[1].startswith(first[1])
-    assert [row["batch"] for row in _rows(run, "metrics.jsonl")] == [0, 1, 2]
-    assert read_train_state(run / "checkpoint-3").step == 3
+    assert [row["batch"] for row in rows(run_dir, "metrics.jsonl")] == [0, 1, 2]
+    assert read_train_state(run_dir / "checkpoint-3").step == 3
 
 
-class _MeanColour:
-    """A reward without files: the mean of the red channel, different for every rollout."""
-
-    def submit(self, videos: np.ndarray, requests: list[RewardRequest]) -> PendingRewards:
-        return _Scored(
-            [
-                RewardResult(request.id, float(video[..., 0].mean()) / 255.0)
-                for video, request in zip(videos, requests, strict=True)
-            ]
-        )
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class _Scored:
-    def __init__(self, results: list[RewardResult]) -> None:
-        self._results = results
-
-    def result(self) -> list[RewardResult]:
-        return self._results
-
-
-def _first_update(recipe: str, world: int, overrides: list[str]) -> dict[str, Any]:
+def _first_update(recipe: str, overrides: list[str]) -> dict[str, Any]:
     """Rewards, noise and full gradients of the first update, from the run's own assembly."""
-    _local_world(world)
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
     start = plan_start(load_with_sources(recipe, overrides))
     spec, topology = start.spec, start.topology
     mesh = init_mesh("cpu", 60)
@@ -235,7 +197,7 @@ def _first_update(recipe: str, world: int, overrides: list[str]) -> dict[str, An
         topology,
         mesh,
         model,
-        reward=_MeanColour(),
+        reward=MeanColour(),
         updater=updater,
         clock=Clock(mesh.rank),
         observer=RunObserver(log, every_steps=0, total_batches=2, fps=16),
@@ -274,11 +236,11 @@ def _first_update(recipe: str, world: int, overrides: list[str]) -> dict[str, An
     return seen
 
 
-def _first_updates(recipe: str, world: int, changes: list[list[str]]) -> list[dict[str, Any]]:
+def _first_updates(recipe: str, changes: list[list[str]]) -> list[dict[str, Any]]:
     """`_first_update` under each list of overrides."""
     seen: list[dict[str, Any]] = []
     for overrides in changes:
-        seen.append(_first_update(recipe, world, overrides))
+        seen.append(_first_update(recipe, overrides))
         torch.distributed.destroy_process_group()
     return seen
 
@@ -287,8 +249,8 @@ def test_two_ranks_draw_the_same_noise_and_get_the_same_gradients(recipe: Path) 
     # Equal chunks: two rollouts a call everywhere.
     chunks = ["--grpo_sample_batch_size", "2"]
     waves = [*chunks, "--grpo_shared_prompt_microbatch_size", "1"]
-    ((alone,),) = run_ranks(1, _first_updates, str(recipe), 1, [chunks])
-    for pair in zip(*run_ranks(2, _first_updates, str(recipe), 2, [chunks, waves]), strict=True):
+    ((alone,),) = run_ranks(1, _first_updates, str(recipe), [chunks])
+    for pair in zip(*run_ranks(2, _first_updates, str(recipe), [chunks, waves]), strict=True):
         _compare(alone, pair)
 
 
@@ -312,7 +274,7 @@ def _refusals(recipe: str, scratch: str) -> dict[str, Any]:
     second = os.environ["RANK"] == "1"
     seen: dict[str, Any] = {}
     new = ["--output_dir", f"{scratch}/run"]
-    seen["config"] = _train(recipe, 2, [*new, "--learning_rate", "1e-3" if second else "1e-4"])
+    seen["config"] = run(recipe, [*new, "--learning_rate", "1e-3" if second else "1e-4"])
 
     whole = session.load_dataset
 
@@ -323,7 +285,7 @@ def _refusals(recipe: str, scratch: str) -> dict[str, Any]:
         return dataset
 
     session.load_dataset = edited
-    seen["data"] = _train(recipe, 2, new)
+    seen["data"] = run(recipe, new)
     session.load_dataset = whole
 
     load = assembly.load_wan
@@ -333,7 +295,7 @@ def _refusals(recipe: str, scratch: str) -> dict[str, Any]:
 
     if second:
         assembly.load_wan = elsewhere
-    seen["model"] = _train(recipe, 2, new)
+    seen["model"] = run(recipe, new)
     return seen
 
 
@@ -412,12 +374,12 @@ def misbehaving(tmp_path: Path, tiny_evalkit: TinyEvalkit) -> list[str]:
     return ["--vbvr_reward_evalkit_dir", str(directory), "--vbvr_reward_evalkit_source_sha256", digest]
 
 
-class _FiveOfEight(_MeanColour):
+class _FiveOfEight(MeanColour):
     """A reward that misses the first five samples of a batch."""
 
-    def submit(self, videos: np.ndarray, requests: list[RewardRequest]) -> PendingRewards:
+    def submit(self, videos: np.ndarray, requests: Sequence[RewardRequest]) -> PendingRewards:
         results = super().submit(videos, requests).result()
-        return _Scored(
+        return Scored(
             [
                 RewardResult(result.id, 0.0, error="no answer")
                 if result.id.prompt * 4 + result.id.member < 5
@@ -430,10 +392,9 @@ class _FiveOfEight(_MeanColour):
 def _with_missing_rewards(recipe: str, out: str, misbehaving: list[str]) -> tuple[Any, str]:
     """A run that may miss nearly all rewards, with a scorer that fails; one that may not, and how it ends."""
     allowed = ["--output_dir", f"{out}/allowed", "--reward_max_error_rate", "0.9"]
-    status = _train(recipe, 1, [*allowed, *misbehaving, *TIMEOUT])
-    session.build_reward = lambda *_arguments, **_options: _FiveOfEight()
+    status = run(recipe, [*allowed, *misbehaving, *TIMEOUT])
     try:
-        _train(recipe, 1, ["--output_dir", f"{out}/failed"])
+        run(recipe, ["--output_dir", f"{out}/failed"], _FiveOfEight())
     except RunFailure as error:
         return status, str(error)
     return status, "no failure"
@@ -444,12 +405,12 @@ def test_a_scorer_that_fails_costs_its_samples_only_unless_too_many_are_missing(
 ) -> None:
     ((status, message),) = run_ranks(1, _with_missing_rewards, str(recipe), str(tmp_path), misbehaving)
     assert status == 0
-    run = tmp_path / "allowed"
-    first, second = _rows(run, "metrics.jsonl")
+    run_dir = tmp_path / "allowed"
+    first, second = rows(run_dir, "metrics.jsonl")
     assert first["reward_valid_fraction"] == pytest.approx(3 / 8)
     assert second["reward_valid_fraction"] == 1.0
     assert np.isfinite(first["grad_norm"]) and first["grad_norm"] > 0, "the other samples still teach"
-    reasons = [row["reason"] for row in _rows(run, "reward_errors.jsonl")]
+    reasons = [row["reason"] for row in rows(run_dir, "reward_errors.jsonl")]
     assert len(reasons) == 5
     for word in ("within 4 s", "exited with status 3", "a scorer that raises", "nan is not", "not a dict"):
         assert any(word in reason for reason in reasons), (word, reasons)

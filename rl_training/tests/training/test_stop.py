@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_training.tests.ranks import start_ranks
+from rl_training.tests.ranks import run_ranks
 from rl_training.tests.tiny_fixtures import TinyEvalkit
 from rl_training.tests.training.runs import MeanColour, rows, run, tiny_recipe, write_recipe
 from wan_trainer.algorithms.replay import Replayer
@@ -83,17 +82,7 @@ def ran(
     values = tiny_recipe(out / "run", tiny_ti2v, tiny_dataset, *tiny_evalkit)
     changed = {"max_steps": BATCHES, "num_epochs": 2, "max_off_policy_steps": 1, "grpo_sample_batch_size": 1}
     recipe = write_recipe(out / "recipe.yaml", {**values, **changed})
-    ranks = start_ranks(2, _starts, str(recipe), str(out))
-    deadline = time.monotonic() + 120
-    answers = [end.recv() if end.poll(max(0, deadline - time.monotonic())) else None for end in ranks.ends]
-    for process in ranks.processes:
-        process.join(30)
-        if process.is_alive():
-            process.kill()
-            process.join()
-            answers.append("a process that had to be killed")
-    assert len(answers) == 2 and all(answer is not None and answer[0] for answer in answers), answers
-    return out, [answer[1] for answer in answers if answer is not None]
+    return out, run_ranks(2, _starts, str(recipe), str(out), timeout_s=120)
 
 
 def test_a_failure_on_one_rank_ends_all_and_the_record_says_where_it_was(
